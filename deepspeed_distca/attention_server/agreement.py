@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks tell each other about a micro-batch before it is planned: plain integers over a CPU process group.
+
+One small collective per micro-batch, off the device. It also carries bad news: a rank whose input cannot be used says
+so here, and every rank raises the same error instead of waiting for one that has stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_distca.layout import Layout
+
+# Lengths that fit into the first message; more documents on some rank cost a second one.
+_INLINE = 504
+_HEADER = 8
+_ERROR_BYTES = 1024
+
+
+class AgreementError(RuntimeError):
+    """The ranks cannot go on together; the message says which rank differs and how."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One rank's part of a micro-batch.
+
+    Attributes:
+        layout: of this rank alone (whole documents), or of all servers of its group, the same on all of them.
+        targets: target tokens on this rank in this micro-batch.
+        step_targets: the same over the whole accumulation step, where known.
+    """
+
+    layout: Layout
+    targets: int
+    step_targets: int | None = None
+
+
+@dataclass(frozen=True)
+class GlobalMicroBatch:
+    """What all ranks know after the gathering.
+
+    Attributes:
+        layout: of the servers of this rank's group.
+        targets: target tokens of the micro-batch over all ranks.
+        step_targets: the same over the accumulation step, where every rank knew it.
+    """
+
+    layout: Layout
+    targets: int
+    step_targets: int | None
+
+
+class Agreement:
+    """Gathers integers over ranks.
+
+    Args:
+        group: a process group for CPU tensors (gloo), or None for a single process.
+        servers: consecutive ranks of the group that share their work.
+        fingerprint: of everything else a plan depends on (options, cost model, heads); must be the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, servers: int, fingerprint: int) -> None:
+        self._group = group
+        self._world = group.size() if group is not None else 1
+        self._rank = group.rank() if group is not None else 0
+        self._servers = servers
+        self._fingerprint = fingerprint
+
+    def gather(self, micro_batch: MicroBatch | Exception) -> GlobalMicroBatch:
+        """Collective. The micro-batch as all ranks together see it.
+
+        Args:
+            micro_batch: this rank's part, or the error that its input gave.
+
+        Raises:
+            AgreementError: on every rank, if a rank has an error or the ranks' inputs do not fit together.
+        """
+        failed = isinstance(micro_batch, Exception)
+        message = np.zeros(_HEADER + _INLINE, dtype=np.int64)
+        lengths = np.zeros(0, dtype=np.int64)
+        if failed:
+            message[0] = 1
+        else:
+            layout = micro_batch.layout
+            shared = layout.num_ranks > 1 or self._servers == 1
+            lengths = np.zeros(0, dtype=np.int64) if shared else layout.segments[:, 3]
+            step = -1 if micro_batch.step_targets is None else micro_batch.step_targets
+            message[1:7] = layout.num_ranks, len(lengths), micro_batch.targets, step, self._fingerprint, 0
+            if shared and self._servers > 1:
+                message[6] = fingerprint(layout.segments)
+            message[_HEADER : _HEADER + len(lengths)] = lengths[:_INLINE]
+        gathered = self._all_gather(message)
+        errors = np.flatnonzero(gathered[:, 0])
+        if len(errors):
+            self._raise_everywhere(micro_batch if failed else None, errors)
+        self._check(gathered)
+        group = slice(self._rank // self._servers * self._servers, None)
+        group = slice(group.start, group.start + self._servers)
+        if self._servers == 1 or gathered[self._rank, 1] > 1:
+            layout = micro_batch.layout
+        else:
+            layout = Layout.from_lengths(self._lengths(gathered, lengths)[group])
+        steps = gathered[:, 4]
+        return GlobalMicroBatch(
+            layout, int(gathered[:, 3].sum()), None if (steps < 0).any() else int(steps.sum())
+        )
+
+    def same(self, digest: int, what: str) -> None:
+        """Collective. Raises AgreementError on every rank unless all have the same digest."""
+        digests = self._all_gather(np.array([digest], dtype=np.int64))[:, 0]
+        if (digests != digests[0]).any():
+            table = ", ".join(f"rank {r}: {d:016x}" for r, d in enumerate(digests))
+            raise AgreementError(
+                f"the ranks disagree on {what} ({table}); do all of them run the same versions of Python, NumPy and "
+                "deepspeed_distca with the same `distca` block?"
+            )
+
+    def _check(self, gathered: np.ndarray) -> None:
+        if (gathered[:, 5] != gathered[0, 5]).any():
+            odd = np.flatnonzero(gathered[:, 5] != gathered[0, 5]).tolist()
+            raise AgreementError(
+                f"ranks {odd} run with another `distca` block, cost model or model than rank 0; all must be the same"
+            )
+        if self._servers == 1:
+            return
+        kinds = gathered[:, 1]
+        if (kinds != kinds[0]).any():
+            raise AgreementError(
+                f"layouts of {kinds.tolist()} ranks were given on ranks 0..{self._world - 1}; give either each rank's "
+                "own documents or the layout of all servers, on all ranks alike"
+            )
+        if kinds[0] > 1:
+            if kinds[0] != self._servers:
+                raise AgreementError(f"the layout has {kinds[0]} ranks, but there are {self._servers} servers")
+            of_group = gathered[:, 6].reshape(-1, self._servers)
+            if (of_group != of_group[:, :1]).any():
+                raise AgreementError("the servers were given different layouts for one micro-batch")
+
+    def _lengths(self, gathered: np.ndarray, mine: np.ndarray) -> list[list[int]]:
+        counts = gathered[:, 2]
+        most = int(counts.max())
+        rows = gathered[:, _HEADER:]
+        if most > _INLINE:
+            padded = np.zeros(most, dtype=np.int64)
+            padded[: len(mine)] = mine
+            rows = self._all_gather(padded)
+        return [rows[r, :n].tolist() for r, n in enumerate(counts.tolist())]
+
+    def _raise_everywhere(self, error: Exception | None, ranks: np.ndarray) -> None:
+        text = np.zeros(_ERROR_BYTES, dtype=np.int64)
+        if error is not None:
+            raw = np.frombuffer(str(error).encode()[:_ERROR_BYTES], dtype=np.uint8)
+            text[: len(raw)] = raw
+        gathered = self._all_gather(text)
+        if error is not None:
+            raise error
+        first = int(ranks[0])
+        words = bytes(gathered[first].astype(np.uint8)).rstrip(b"\0").decode(errors="replace")
+        raise AgreementError(f"rank {first} cannot use its micro-batch: {words}")
+
+    def _all_gather(self, values: np.ndarray) -> np.ndarray:
+        if self._group is None:
+            return values[None]
+        mine = torch.from_numpy(values)
+        out = [torch.empty_like(mine) for _ in range(self._world)]
+        try:
+            dist.all_gather(out, mine, group=self._group)
+        except RuntimeError as error:
+            raise AgreementError(
+                "a rank did not come to this micro-batch in time. Every rank must run the same number of training "
+                "micro-batches (an empty one where it has no documents); look for an earlier error on another rank, or "
+                f"raise `distca.timeout_seconds` if a rank is only slow ({error})"
+            ) from error
+        return torch.stack(out).numpy()
+
+
+def fingerprint(*values: object) -> int:
+    """63 bits of a hash of arrays, strings and numbers, the same in every process."""
+    state = hashlib.blake2b(digest_size=8)
+    for value in values:
+        state.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        state.update(b"\0")
+    return int.from_bytes(state.digest(), "little") >> 1
+
+
+def agreement_group(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """The CPU group over which this rank's group agrees; None for a single process. Collective over all ranks."""
+    if not dist.is_initialized():
+        return None
+    mine = None
+    for members in ranks:
+        group = dist.new_group(members, backend="gloo", timeout=timeout)
+        if dist.get_rank() in members:
+            mine = group
+    return mine

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Core attention over all servers, as one autograd Function: dispatch rows, serve tasks, return results.
+
+Home keeps q, k, v, out and lse of its own tokens, as attention always does; the servers keep nothing between forward
+and backward, so memory does not depend on the plan and backward may follow another plan than forward.
+
+In backward a server needs, beside q, k and v, the gradient of out and two numbers per query row and head: lse and
+delta = rowsum(dout * out) - dlse. Home computes delta and sends it in the place of out, which is head_dim / 2 times
+larger in bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed_distca.attention_server.exchange import Exchange, Messages
+from deepspeed_distca.attention_server.kernels import Kernel
+from deepspeed_distca.attention_server.server_plan import Run, ServerPlan
+from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+
+# Rows of dout and out taken to fp32 at a time for delta: bounds the temporary to some tens of MiB.
+_DELTA_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How the layers of one kind (one window) compute core attention for a micro-batch.
+
+    Attributes:
+        forward, backward: this rank's part of the plan of either phase.
+        exchange: how rows travel.
+        local_first: hide the exchange under tasks that stay at home, instead of waiting for it.
+    """
+
+    forward: ServerPlan
+    backward: ServerPlan
+    exchange: Exchange
+    local_first: bool
+
+
+def core_attention(
+    q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGE: torch.Tensor, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of every document of the layout, each within itself, computed over all servers.
+
+    Args:
+        q_THD: [T, q_heads, head_dim], this rank's queries in storage order, after RoPE.
+        k_TGD, v_TGE: [T, kv_heads, head_dim] and [T, kv_heads, v_head_dim]; kv_heads divides q_heads.
+        plan: made for exactly these rows. Collective over the servers of its group.
+        spec: scale, window and softcap.
+        kernel: what computes the tasks, the same on every server.
+
+    Returns:
+        out [T, q_heads, v_head_dim] in q's dtype and lse [q_heads, T] in fp32 (natural logarithm of the sum of
+        exponentials of the scaled scores); both differentiable.
+
+    Raises:
+        ValueError: rows that are not the plan's.
+    """
+    rows = plan.forward.plan.home_rows
+    if not q_THD.shape[0] == k_TGD.shape[0] == v_TGE.shape[0] == rows:
+        raise ValueError(
+            f"the plan was made for {rows} tokens on this rank, got q {list(q_THD.shape)}, k {list(k_TGD.shape)}, "
+            f"v {list(v_TGE.shape)}; the layout of a micro-batch must describe the very tokens of its input_ids"
+        )
+    return _CoreAttention.apply(q_THD.contiguous(), k_TGD.contiguous(), v_TGE.contiguous(), plan, spec, kernel)
+
+
+class _CoreAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel):
+        ctx.set_materialize_grads(False)
+        out, lse = _forward(q, k, v, plan, spec, kernel)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.spec, ctx.kernel = plan, spec, kernel
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        dq, dk, dv = _backward(dout, dlse, q, k, v, out, lse, ctx.plan, ctx.spec, ctx.kernel)
+        return dq, dk, dv, None, None, None
+
+
+def _forward(q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
+    p = plan.forward
+    out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=_stats_dtype(q))
+    if p.is_local:
+        return kernel.forward(q, k, v, p.local, spec, out, lse)
+
+    q_work, k_work, v_work = _workspace(p, q, k, v)
+    dispatch = plan.exchange.start(
+        [*_send(q, p.q_out), *_send(k, p.kv_out), *_send(v, p.kv_out)],
+        [*_receive(q_work, p.q_in), *_receive(k_work, p.kv_in), *_receive(v_work, p.kv_in)],
+    )
+    _keep(q_work, q, p.q_keep)
+    _keep(k_work, k, p.kv_keep)
+    _keep(v_work, v, p.kv_keep)
+    if not plan.local_first:
+        dispatch.wait()
+    first, second = p.local_parts
+    if len(first):
+        kernel.forward(q, k, v, first, spec, out, lse)
+    dispatch.wait()
+
+    out_work, lse_work = kernel.forward(q_work, k_work, v_work, p.remote, spec)
+    lse_work = lse_work.t().contiguous()
+    lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
+    stats = list(_consecutive(lse_back, p.returned))
+    giving_back = plan.exchange.start(
+        [*_give_back(out_work, p.q_in), *_give_back(lse_work, p.q_in)],
+        [*_take_back(out, p.q_out), *stats[: len(p.q_out)]],
+    )
+    for run, (_, row) in zip(p.q_keep, stats[len(p.q_out) :], strict=True):
+        out[run.at_home].copy_(out_work[run.at_work])
+        row.copy_(lse_work[run.at_work])
+    if not plan.local_first:
+        giving_back.wait()
+    if len(second):
+        kernel.forward(q, k, v, second, spec, out, lse)
+    giving_back.wait()
+    lse.index_copy_(1, p.returned_rows(q.device), lse_back.t())
+    return out, lse
+
+
+def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel):
+    p = plan.backward
+    grad_dtype = kernel.grad_dtype(q.dtype)
+    # Rows that no task in place writes start from zero: contributions are added to them.
+    new = torch.empty_like if p.covers_home else torch.zeros_like
+    dq = torch.empty_like(q)
+    dk, dv = new(k, dtype=grad_dtype), new(v, dtype=grad_dtype)
+    delta = None if dlse is None else _delta(dout, out) - dlse
+
+    def at_home(tasks: TaskBatch) -> None:
+        if len(tasks):
+            given = None if delta is not None else out
+            kernel.backward(dout, q, k, v, lse, tasks, spec, out=given, delta=delta, dq=dq, dk=dk, dv=dv)
+
+    if p.is_local:
+        at_home(p.local)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+    rows = p.returned_rows(q.device)
+    moved_delta = _moved_delta(dout, out, p.returned, q.shape[1]) if delta is None else delta[:, rows].t()
+    stats = torch.stack([lse[:, rows].t(), moved_delta], dim=1)  # [rows, 2, q_heads]
+    q_work, k_work, v_work = _workspace(p, q, k, v)
+    dout_work = dout.new_empty((len(q_work), *dout.shape[1:]))
+    stats_work = stats.new_empty((len(q_work), *stats.shape[1:]))
+    messages = list(_consecutive(stats, p.returned))
+    dispatch = plan.exchange.start(
+        [
+            *_send(q, p.q_out),
+            *_send(dout, p.q_out),
+            *messages[: len(p.q_out)],
+            *_send(k, p.kv_out),
+            *_send(v, p.kv_out),
+        ],
+        [
+            *_receive(q_work, p.q_in),
+            *_receive(dout_work, p.q_in),
+            *_receive(stats_work, p.q_in),
+            *_receive(k_work, p.kv_in),
+            *_receive(v_work, p.kv_in),
+        ],
+    )
+    _keep(q_work, q, p.q_keep)
+    _keep(dout_work, dout, p.q_keep)
+    _keep(k_work, k, p.kv_keep)
+    _keep(v_work, v, p.kv_keep)
+    for run, (_, row) in zip(p.q_keep, messages[len(p.q_out) :], strict=True):
+        stats_work[run.at_work].copy_(row)
+    if not plan.local_first:
+        dispatch.wait()
+    first, second = p.local_parts
+    at_home(first)
+    dispatch.wait()
+
+    dq_work, dk_work, dv_work = _serve_backward(p, kernel, spec, dout_work, q_work, k_work, v_work, stats_work)
+    kv_rows = sum(run.rows for run in p.kv_out)
+    dk_back, dv_back = dk_work.new_empty((kv_rows, *k.shape[1:])), dv_work.new_empty((kv_rows, *v.shape[1:]))
+    giving_back = plan.exchange.start(
+        [*_give_back(dq_work, p.q_in), *_give_back(dk_work, p.kv_in), *_give_back(dv_work, p.kv_in)],
+        [*_take_back(dq, p.q_out), *_consecutive(dk_back, p.kv_out), *_consecutive(dv_back, p.kv_out)],
+    )
+    for run in p.q_keep:
+        dq[run.at_home].copy_(dq_work[run.at_work])
+    if not plan.local_first:
+        giving_back.wait()
+    at_home(second)
+    giving_back.wait()
+    _accumulate(p, dk, (dk_back, dk_work))
+    _accumulate(p, dv, (dv_back, dv_work))
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _serve_backward(p: ServerPlan, kernel: Kernel, spec, dout, q, k, v, stats):
+    """Gradients of the tasks in the workspace: (dq, dk, dv), dk and dv summed over the tasks that share keys."""
+    lse, delta = (t.t().contiguous() for t in stats.unbind(1))
+    grad_dtype = kernel.grad_dtype(q.dtype)
+    dq = torch.empty_like(q)
+
+    def run(tasks: TaskBatch, dk, dv) -> None:
+        kernel.backward(dout, q, k, v, lse, tasks, spec, out=None, delta=delta, dq=dq, dk=dk, dv=dv)
+
+    if len(p.waves) <= 1:
+        # One task per key interval: it writes every row.
+        dk, dv = torch.empty_like(k, dtype=grad_dtype), torch.empty_like(v, dtype=grad_dtype)
+        for tasks in p.waves:
+            run(tasks, dk, dv)
+        return dq, dk, dv
+    sum_dtype = torch.promote_types(grad_dtype, torch.float32)
+    dk_sum, dv_sum = torch.zeros_like(k, dtype=sum_dtype), torch.zeros_like(v, dtype=sum_dtype)
+    for tasks in p.waves:
+        dk, dv = torch.zeros_like(k, dtype=grad_dtype), torch.zeros_like(v, dtype=grad_dtype)
+        run(tasks, dk, dv)
+        dk_sum += dk
+        dv_sum += dv
+    return dq, dk_sum.to(grad_dtype), dv_sum.to(grad_dtype)
+
+
+def _accumulate(p: ServerPlan, home: torch.Tensor, sources: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Adds the servers' contributions to dk or dv at home, in fp32 at least, rounding once."""
+    for span, contributions in p.touched:
+        total = home[span]
+        if total.dtype.itemsize < 4:
+            total = total.float()
+        for source, row, run in contributions:
+            at = run.home - span.start
+            total[at : at + run.rows] += sources[source][row : row + run.rows]
+        if total.dtype != home.dtype:
+            home[span] = total
+
+
+def _workspace(p: ServerPlan, q, k, v) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q_rows, kv_rows = p.plan.work_q_rows, p.plan.work_kv_rows
+    return tuple(t.new_empty((rows, *t.shape[1:])) for t, rows in ((q, q_rows), (k, kv_rows), (v, kv_rows)))
+
+
+def _send(home: torch.Tensor, runs: list[Run]) -> Messages:
+    return [(run.peer, home[run.at_home]) for run in runs]
+
+
+def _take_back(home: torch.Tensor, runs: list[Run]) -> Messages:
+    return _send(home, runs)
+
+
+def _receive(work: torch.Tensor, runs: list[Run]) -> Messages:
+    return [(run.peer, work[run.at_work]) for run in runs]
+
+
+def _give_back(work: torch.Tensor, runs: list[Run]) -> Messages:
+    return _receive(work, runs)
+
+
+def _consecutive(buffer: torch.Tensor, runs: list[Run]) -> Messages:
+    """The runs one after another in a buffer of their own."""
+    row, messages = 0, []
+    for run in runs:
+        messages.append((run.peer, buffer[row : row + run.rows]))
+        row += run.rows
+    return messages
+
+
+def _keep(work: torch.Tensor, home: torch.Tensor, runs: list[Run]) -> None:
+    for run in runs:
+        work[run.at_work].copy_(home[run.at_home])
+
+
+def _stats_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _delta(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """rowsum(dout * out) in fp32 at least, [heads, rows]."""
+    delta = out.new_empty((out.shape[0], out.shape[1]), dtype=_stats_dtype(out))
+    for i in range(0, len(out), _DELTA_ROWS):
+        part = slice(i, i + _DELTA_ROWS)
+        torch.sum(dout[part].to(delta.dtype) * out[part], dim=-1, out=delta[part])
+    return delta.t()
+
+
+def _moved_delta(dout: torch.Tensor, out: torch.Tensor, runs: list[Run], heads: int) -> torch.Tensor:
+    """delta of the rows that other servers, or this rank's workspace, compute: [rows, heads]."""
+    parts = [_delta(dout[run.at_home], out[run.at_home]).t() for run in runs]
+    return torch.cat(parts) if parts else out.new_empty((0, heads), dtype=_stats_dtype(out))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash-attention 2 (the distribution `flash-attn`), on packed rows."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_distca.attention_server.kernels.libraries import (
+    check_flash,
+    distribution_version,
+    load_module,
+    missing_distribution,
+    window_sizes,
+)
+from deepspeed_distca.attention_server.kernels.packed_kernel import PackedKernel
+from deepspeed_distca.attention_server.kernels.packing import PackedCall
+from deepspeed_distca.attention_server.tasks import AttentionSpec
+
+DISTRIBUTION = "flash-attn"
+# From here on the low-level functions take window_size_left and window_size_right, and return four values.
+MIN_VERSION = (2, 7)
+
+
+class FlashAttention2Kernel(PackedKernel):
+    """The low-level varlen functions of flash-attention 2."""
+
+    name = "flash_attn_2"
+
+    def missing(self) -> str | None:
+        reason = missing_distribution(DISTRIBUTION, "pip install flash-attn --no-build-isolation")
+        if reason is None:
+            version = distribution_version(DISTRIBUTION)
+            parts = version.split(".")[:2]
+            if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < MIN_VERSION:
+                return f"{DISTRIBUTION} {version} is installed and 2.7 or later is needed (upgrade it)"
+        return reason
+
+    def load(self) -> None:
+        self._library()
+
+    def check(
+        self,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        spec: AttentionSpec,
+        device: torch.device,
+    ) -> None:
+        check_flash(
+            self.name, q_heads, kv_heads, head_dim, v_head_dim, dtype, spec, device, capabilities=(8, 9, 10, 11, 12)
+        )
+
+    def library_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, _, _ = self._library()._flash_attn_varlen_forward(q, k, v, **self._arguments(call, spec))
+        return out, lse
+
+    def library_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        call: PackedCall,
+        spec: AttentionSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self._library()._flash_attn_varlen_backward(
+            dout, q, k, v, out, lse, dq, dk, dv, **self._arguments(call, spec), deterministic=False
+        )
+        return dq, dk, dv
+
+    def _library(self):
+        return load_module(self.name, "flash_attn.flash_attn_interface")
+
+    @staticmethod
+    def _arguments(call: PackedCall, spec: AttentionSpec) -> dict:
+        left, right = window_sizes(spec)
+        return {
+            "cu_seqlens_q": call.q.cu_seqlens,
+            "cu_seqlens_k": call.k.cu_seqlens,
+            # At least 2: told that every sequence has one query, the library swaps heads and switches causal off.
+            "max_seqlen_q": max(2, call.q.max_seqlen),
+            "max_seqlen_k": call.k.max_seqlen,
+            "dropout_p": 0.0,
+            "softmax_scale": spec.scale,
+            "causal": spec.window is None,
+            "window_size_left": left,
+            "window_size_right": right,
+            "softcap": spec.softcap or 0.0,
+            "alibi_slopes": None,
+        }

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash-attention 3 (the distribution `flash_attn_3`, Hopper), on packed rows.
+
+Its varlen kernels take starts and lengths as flash-attention 4 does, but nothing of that was tried here, so ranges
+are packed first: the one way of calling it that its own tests cover.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+from types import ModuleType
+
+import torch
+
+from deepspeed_distca.attention_server.kernels.libraries import (
+    check_flash,
+    load_module,
+    missing_distribution,
+    window_sizes,
+)
+from deepspeed_distca.attention_server.kernels.packed_kernel import PackedKernel
+from deepspeed_distca.attention_server.kernels.packing import PackedCall
+from deepspeed_distca.attention_server.tasks import AttentionSpec
+
+DISTRIBUTION = "flash_attn_3"
+
+
+class FlashAttention3Kernel(PackedKernel):
+    """The low-level functions of flash-attention 3. It has no PyPI release and its versions differ in argument names,
+    so names are looked up in the signatures."""
+
+    name = "flash_attn_3"
+
+    def missing(self) -> str | None:
+        return missing_distribution(
+            DISTRIBUTION, "build it from the folder hopper/ of https://github.com/Dao-AILab/flash-attention"
+        )
+
+    def load(self) -> None:
+        _ = self._library
+
+    def check(
+        self,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        spec: AttentionSpec,
+        device: torch.device,
+    ) -> None:
+        check_flash(self.name, q_heads, kv_heads, head_dim, v_head_dim, dtype, spec, device, capabilities=(9,))
+
+    def library_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        function = self._library._flash_attn_forward
+        out, lse, *_ = function(**_arguments(function, call, spec, q=q, k=k, v=v))
+        return out, lse
+
+    def library_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        call: PackedCall,
+        spec: AttentionSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        function = self._library._flash_attn_backward
+        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        function(**_arguments(function, call, spec, **tensors))
+        return dq, dk, dv
+
+    @cached_property
+    def _library(self) -> ModuleType:
+        return load_module(self.name, "flash_attn_interface")
+
+
+def _arguments(function: object, call: PackedCall, spec: AttentionSpec, **tensors: torch.Tensor) -> dict:
+    # A custom op keeps the function that it was made from.
+    known = inspect.signature(getattr(function, "_init_fn", function)).parameters
+    arguments = {
+        **tensors,
+        "cu_seqlens_q": call.q.cu_seqlens,
+        "cu_seqlens_k": call.k.cu_seqlens,
+        "max_seqlen_q": call.q.max_seqlen,
+        "max_seqlen_k": call.k.max_seqlen,
+        "softmax_scale": spec.scale,
+        "is_causal" if "is_causal" in known else "causal": spec.window is None,
+        "softcap": spec.softcap or 0.0,
+    }
+    left, right = window_sizes(spec)
+    if "window_size" in known:
+        arguments["window_size"] = (left, right)
+    else:
+        arguments |= {"window_size_left": left, "window_size_right": right}
+    # Arguments that plain attention has no use for, in versions that give them no default.
+    needed = {name for name, parameter in known.items() if parameter.default is inspect.Parameter.empty}
+    return dict.fromkeys(needed) | arguments

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flash-attention 2 that PyTorch itself carries: always installed, slower than the libraries.
+
+`torch.nn.attention.varlen.varlen_attn` wraps these operators. They are called directly, because its lse has no
+gradient, its backward cannot be called on its own, and it refuses grouped-query attention before torch 2.12; the
+operators underneath take fewer key/value heads, and give dk and dv summed over the group, in every version.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_distca.attention_server.kernels.libraries import check_flash, window_sizes
+from deepspeed_distca.attention_server.kernels.packed_kernel import PackedKernel
+from deepspeed_distca.attention_server.kernels.packing import PackedCall
+from deepspeed_distca.attention_server.tasks import AttentionSpec
+
+
+class TorchVarlenKernel(PackedKernel):
+    """PyTorch's flash-attention operators on packed rows."""
+
+    name = "torch_varlen"
+
+    def missing(self) -> str | None:
+        if not torch.backends.cuda.is_built():
+            return "this PyTorch is built without CUDA (install a CUDA build)"
+        if not torch.backends.cuda.is_flash_attention_available():
+            return "this PyTorch is built without flash-attention (install a build that has it)"
+        return None
+
+    def load(self) -> None:
+        """Nothing to import: the operators come with torch."""
+
+    def check(
+        self,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        spec: AttentionSpec,
+        device: torch.device,
+    ) -> None:
+        check_flash(
+            self.name,
+            q_heads,
+            kv_heads,
+            head_dim,
+            v_head_dim,
+            dtype,
+            spec,
+            device,
+            capabilities=(8, 9, 10, 11, 12),
+            softcap=False,
+        )
+
+    def library_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = window_sizes(spec)
+        out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            call.q.cu_seqlens,
+            call.k.cu_seqlens,
+            _max_q(call),
+            call.k.max_seqlen,
+            0.0,
+            spec.window is None,
+            False,
+            scale=spec.scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return out, lse
+
+    def library_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        call: PackedCall,
+        spec: AttentionSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        left, right = window_sizes(spec)
+        # No dropout, so the random state is never read.
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            call.q.cu_seqlens,
+            call.k.cu_seqlens,
+            _max_q(call),
+            call.k.max_seqlen,
+            0.0,
+            spec.window is None,
+            rng_state,
+            unused,
+            scale=spec.scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+
+
+def _max_q(call: PackedCall) -> int:
+    """At least 2: told that every sequence has one query, flash-attention 2 swaps heads and switches causal off."""
+    return max(2, call.q.max_seqlen)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention server of one rank: agrees on layouts, plans micro-batches, computes attention, keeps statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepspeed_distca.attention_server.agreement import Agreement, MicroBatch, fingerprint
+from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
+from deepspeed_distca.attention_server.exchange import Exchange
+from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.statistics import KernelTimer, StepStatistics, TimedKernel
+from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.balance import balance
+from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.plan import PlanCompiler, TaskRanges
+from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
+
+PHASES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What planning depends on beside the layout; the same on every rank. See ``DistCAConfig`` for the meanings."""
+
+    tolerance: float
+    granularity: int
+    min_shard_tokens: int | None
+    max_received_rows: int | None
+
+
+class AttentionServer:
+    """One rank's share of core attention.
+
+    Args:
+        agreement: over all ranks of the loss; plans are made for this rank's group of servers.
+        exchange: over this rank's servers; not used by a single one.
+        server: this rank's place among its servers.
+        cost: predicts the seconds of tasks.
+        options: how to plan.
+        windows: the window of each attention layer (None: full causal), one entry per layer.
+        kernel: a kernel's name, or None to choose.
+        local_first: see ``LayerPlan``.
+        check_plan: compare digests of plans over the ranks.
+        accumulation_steps: micro-batches of an optimizer step, by which the engine divides the loss.
+        ranks: over how many ranks the engine averages gradients.
+        step: called for the number of the current optimizer step; statistics start anew when it changes.
+    """
+
+    def __init__(
+        self,
+        *,
+        agreement: Agreement,
+        exchange: Exchange,
+        server: int,
+        cost: CostModel,
+        options: PlanOptions,
+        windows: Sequence[int | None],
+        kernel: str | None,
+        local_first: bool,
+        check_plan: bool,
+        accumulation_steps: Callable[[], int],
+        ranks: int,
+        step: Callable[[], int],
+    ) -> None:
+        self._agreement, self._exchange, self._server = agreement, exchange, server
+        self._cost, self._options = cost, options
+        self._layers = {window: list(windows).count(window) for window in dict.fromkeys(windows)}
+        self._kernel_name, self._local_first, self._check_plan = kernel, local_first, check_plan
+        self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
+        self._kernels: dict[tuple, Kernel] = {}
+        self._timer = KernelTimer()
+        self._statistics = StepStatistics()
+        self._statistics_step: int | None = None
+        self._loads: dict[str, float] = {}
+
+    @property
+    def stats(self) -> StepStatistics:
+        """Statistics of the last step. On a GPU reading them waits for its kernels."""
+        self._statistics.server_seconds = self._timer.seconds
+        return self._statistics
+
+    @property
+    def kernel(self) -> str | None:
+        """Name of the kernel in use, once a layer has run."""
+        return next((kernel.name for kernel in self._kernels.values()), None)
+
+    def plan(self, given: MicroBatch | Exception) -> tuple[MicroBatchPlan, float]:
+        """Collective over all ranks: the plan of a training micro-batch, and the divisor of its summed loss with which
+        the mean over ranks and micro-batches is the mean over all targets.
+
+        Raises:
+            AgreementError: on every rank, if a rank's input is an error or the inputs do not fit together.
+        """
+        start = time.perf_counter()
+        everyone = self._agreement.gather(given)
+        plans, tasks, sent = {}, {}, 0
+        for window in self._layers:
+            plans[window], tasks[window], rows = self._plan_window(everyone.layout, window)
+            sent = sent + rows * self._layers[window]
+        if self._check_plan and everyone.layout.num_ranks > 1:
+            rows = [tasks[window][phase].rows for window in self._layers for phase in PHASES]
+            self._agreement.same(fingerprint(everyone.layout.segments, *rows), "the plan of a micro-batch")
+        self._note(tasks, sent, (time.perf_counter() - start) * 1e3)
+        if everyone.step_targets is None:
+            divisor = everyone.targets / self._ranks
+        else:
+            divisor = everyone.step_targets / (self._ranks * self._accumulation_steps())
+        return MicroBatchPlan(self, plans), divisor or 1.0
+
+    def plan_alone(self, layout: Layout) -> MicroBatchPlan:
+        """A plan that involves no other rank, for whole documents on this one (evaluation).
+
+        Raises:
+            ValueError: a layout of several ranks.
+        """
+        if layout.num_ranks > 1:
+            raise ValueError(
+                f"evaluation of a layout over {layout.num_ranks} ranks: documents that continue on other ranks need "
+                "training mode; give each rank whole documents"
+            )
+        plans = {}
+        for window in self._layers:
+            part = ServerPlan(PlanCompiler(layout, home_tasks(layout, window)).rank(0), self._cost_of("forward", window))
+            plans[window] = LayerPlan(part, part, self._exchange, self._local_first)
+        return MicroBatchPlan(self, plans)
+
+    def attend(self, q, k, v, plan: LayerPlan, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :func:`core_attention`."""
+        return core_attention(q, k, v, plan, spec, self._kernel(q, k, v, spec))
+
+    def _plan_window(self, layout: Layout, window: int | None) -> tuple[LayerPlan, dict[str, Tasks], np.ndarray]:
+        parts, tasks, sent = {}, {}, np.zeros(layout.num_ranks, dtype=np.int64)
+        for phase in PHASES:
+            tasks[phase] = balance(
+                layout,
+                self._cost,
+                phase=phase,
+                window=window,
+                tolerance=self._options.tolerance,
+                granularity=self._options.granularity,
+                min_shard_tokens=self._options.min_shard_tokens,
+                max_received_rows=self._options.max_received_rows,
+            )
+            compiler = PlanCompiler(layout, tasks[phase].rows)
+            parts[phase] = ServerPlan(compiler.rank(self._server), self._cost_of(phase, window))
+            sent += compiler.bytes_sent(self._cost.heads, phase)
+        return LayerPlan(parts["forward"], parts["backward"], self._exchange, self._local_first), tasks, sent
+
+    def _cost_of(self, phase: str, window: int | None) -> Callable[[TaskRanges], np.ndarray]:
+        def cost(tasks: TaskRanges) -> np.ndarray:
+            # Rows of the buffers are as good as positions: only their differences count.
+            end = tasks.k_start + tasks.k_len
+            return self._cost.cost(end - tasks.q_len, end, tasks.k_start, window, phase)
+
+        return cost
+
+    def _kernel(self, q, k, v, spec: AttentionSpec) -> Kernel:
+        key = (q.device, q.dtype, q.shape[1:], k.shape[1:], v.shape[1:], spec)
+        if key not in self._kernels:
+            kernel = select_kernel(
+                self._kernel_name,
+                device=q.device,
+                dtype=q.dtype,
+                q_heads=q.shape[1],
+                kv_heads=k.shape[1],
+                head_dim=q.shape[2],
+                v_head_dim=v.shape[2],
+                spec=spec,
+            )
+            self._kernels[key] = TimedKernel(kernel, self._timer)
+        return self._kernels[key]
+
+    def _note(self, tasks: dict[int | None, dict[str, Tasks]], sent: np.ndarray, milliseconds: float) -> None:
+        step = self._step()
+        if step != self._statistics_step:
+            self._statistics, self._statistics_step = StepStatistics(), step
+            self._timer.reset()
+            self._loads = dict.fromkeys(("max_before", "max_after", "mean_before", "mean_after"), 0.0)
+        s, total = self._statistics, self._loads
+        seconds = np.zeros(len(sent))
+        for window, layers in self._layers.items():
+            for phase in PHASES:
+                t = tasks[window][phase]
+                for when, loads in (("before", t.loads_before), ("after", t.loads)):
+                    total[f"max_{when}"] += layers * float(loads.max())
+                    total[f"mean_{when}"] += layers * float(loads.mean())
+                seconds += layers * self._cost.seconds(t.loads)
+        s.balance_before = total["max_before"] / total["mean_before"] if total["mean_before"] else 1.0
+        s.balance_after = total["max_after"] / total["mean_after"] if total["mean_after"] else 1.0
+        s.bytes_sent += int(sent[self._server])
+        s.bytes_sent_max = max(s.bytes_sent_max, int(sent.max()))
+        s.bytes_sent_mean += float(sent.mean())
+        s.planning_ms += milliseconds
+        previous = s.predicted_server_seconds or [0.0] * len(seconds)
+        s.predicted_server_seconds = [a + b for a, b in zip(previous, seconds.tolist(), strict=True)]
+        s.micro_batches += 1
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """The plans of a micro-batch's layers, by their window."""
+
+    server: AttentionServer
+    layers: dict[int | None, LayerPlan]
+
+    def attend(self, q, k, v, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Core attention of one layer: see :func:`core_attention`.
+
+        Raises:
+            ValueError: a layer with a window that was not planned.
+        """
+        if spec.window not in self.layers:
+            raise ValueError(
+                f"a layer asks for a window of {spec.window} keys, but plans were made for {list(self.layers)}; the "
+                "model's attention modules must carry their window as `sliding_window`"
+            )
+        return self.server.attend(q, k, v, self.layers[spec.window], spec)

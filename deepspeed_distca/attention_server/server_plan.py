@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's part of a plan, made ready for the device: task batches for the kernel and runs as plain integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from deepspeed_distca.attention_server.tasks import TaskBatch
+from deepspeed_distca.scheduler.plan import HOME_ROW, PEER, ROWS, WORK_ROW, RankPlan, TaskRanges
+
+Cost = Callable[[TaskRanges], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows that travel together: [home, home + rows) on a rank's home buffers, [work, work + rows) in a workspace."""
+
+    peer: int
+    home: int
+    work: int
+    rows: int
+
+    @property
+    def at_home(self) -> slice:
+        return slice(self.home, self.home + self.rows)
+
+    @property
+    def at_work(self) -> slice:
+        return slice(self.work, self.work + self.rows)
+
+
+class ServerPlan:
+    """What core attention needs of a :class:`RankPlan`, with per-device metadata made once and kept.
+
+    Attributes:
+        local: all tasks in place.
+        local_parts: the same in two batches for the local-first schedule: one to run under the dispatch, one under
+            the return. Without a workspace everything is in the first.
+        remote: tasks in the workspace; ``waves`` are the same, cut for backward.
+        q_in, kv_in: runs from other ranks into the workspace; q_keep, kv_keep: this rank's own rows that go there.
+        q_out, kv_out: runs to other servers.
+    """
+
+    def __init__(self, plan: RankPlan, cost: Cost) -> None:
+        """Args:
+        plan: this rank's part.
+        cost: predicted cost of tasks [num_tasks], any unit: it decides where the local tasks are divided.
+        """
+        self.plan = plan
+        self.is_local = plan.is_local
+        self.local = self._home(plan.local)
+        first, second = _halves(plan.local, cost) if len(plan.remote) else (plan.local, plan.local.take(slice(0, 0)))
+        self.local_parts = (self._home(first), self._home(second))
+        self.remote = self._work(plan.remote)
+        self.waves = [self._work(plan.remote.take(index)) for index in plan.waves]
+        self.q_in, self.q_keep = _incoming(plan.q_in, plan.rank)
+        self.kv_in, self.kv_keep = _incoming(plan.kv_in, plan.rank)
+        self.q_out, self.kv_out = _runs(plan.q_out), _runs(plan.kv_out)
+
+    def _home(self, tasks: TaskRanges) -> TaskBatch:
+        return _batch(tasks, self.plan.home_rows, self.plan.home_rows)
+
+    def _work(self, tasks: TaskRanges) -> TaskBatch:
+        return _batch(tasks, self.plan.work_q_rows, self.plan.work_kv_rows)
+
+    @cached_property
+    def covers_home(self) -> bool:
+        """The tasks in place write every query row and every key row of the home buffers."""
+        rows = self.plan.home_rows
+        return int(self.plan.local.q_len.sum()) == rows and int(self.plan.local.k_len.sum()) == rows
+
+    @cached_property
+    def returned(self) -> list[Run]:
+        """Query runs whose results come back to home from a workspace, this rank's own workspace last."""
+        return self.q_out + self.q_keep
+
+    def returned_rows(self, device: torch.device) -> torch.Tensor:
+        """Home rows of ``returned`` in order, int64 [rows]; made once per device."""
+        cache = self.__dict__.setdefault("_returned_rows", {})
+        if device not in cache:
+            parts = [np.arange(run.home, run.home + run.rows) for run in self.returned]
+            index = torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64))
+            if device.type == "cuda":
+                index = index.pin_memory()
+            cache[device] = index.to(device, non_blocking=True)
+        return cache[device]
+
+    @cached_property
+    def touched(self) -> list[tuple[slice, list[tuple[int, int, Run]]]]:
+        """Home key/value row ranges to which workspaces contribute, each with its contributions.
+
+        A contribution is (source, first row there, run): source 0 is the buffer into which the runs of ``kv_out``
+        are received one after another, source 1 this rank's own workspace.
+        """
+        contributions, row = [], 0
+        for run in self.kv_out:
+            contributions.append((0, row, run))
+            row += run.rows
+        contributions += [(1, run.work, run) for run in self.kv_keep]
+        contributions.sort(key=lambda c: (c[2].home, c[2].rows, c[0], c[1]))
+        ranges: list[tuple[slice, list[tuple[int, int, Run]]]] = []
+        for contribution in contributions:
+            run = contribution[2]
+            if ranges and run.home < ranges[-1][0].stop:
+                span, members = ranges[-1]
+                ranges[-1] = (slice(span.start, max(span.stop, run.home + run.rows)), [*members, contribution])
+            else:
+                ranges.append((run.at_home, [contribution]))
+        return ranges
+
+
+def _batch(tasks: TaskRanges, q_rows: int, k_rows: int) -> TaskBatch:
+    return TaskBatch(tasks.q_start, tasks.q_len, tasks.k_start, tasks.k_len, q_rows, k_rows)
+
+
+def _runs(runs: np.ndarray) -> list[Run]:
+    return [Run(r[PEER], r[HOME_ROW], r[WORK_ROW], r[ROWS]) for r in runs.tolist()]
+
+
+def _incoming(runs: np.ndarray, rank: int) -> tuple[list[Run], list[Run]]:
+    own = runs[:, PEER] == rank
+    return _runs(runs[~own]), _runs(runs[own])
+
+
+def _halves(tasks: TaskRanges, cost: Cost) -> tuple[TaskRanges, TaskRanges]:
+    """Two parts of about equal cost, in storage order."""
+    total = np.cumsum(cost(tasks))
+    cut = int(np.searchsorted(total, total[-1] / 2)) + 1 if len(tasks) else 0
+    return tasks.take(slice(0, cut)), tasks.take(slice(cut, None))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch of CA-tasks as a kernel wants it: row ranges of a query and a key/value buffer, on host and device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What the model asks of core attention, the same for every task of a layer.
+
+    Attributes:
+        scale: factor on QK^T before the softmax.
+        window: keys a query sees, its own included, or None for full causal attention.
+        softcap: scores become softcap * tanh(scores / softcap) before the mask; None leaves them alone.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class TaskBatch:
+    """Tasks for one kernel call. Task i attends from rows [q_start[i], q_start[i] + q_len[i]) of the query buffer to
+    rows [k_start[i], k_start[i] + k_len[i]) of the key/value buffer, causal and aligned bottom-right: the last query
+    sees the last key. Query ranges are disjoint; key ranges may overlap in forward, not in backward.
+
+    Attributes:
+        q_start, q_len, k_start, k_len: int64 [num_tasks], on the host; 1 <= q_len <= k_len.
+        q_rows, k_rows: rows of the two buffers.
+    """
+
+    q_start: np.ndarray
+    q_len: np.ndarray
+    k_start: np.ndarray
+    k_len: np.ndarray
+    q_rows: int
+    k_rows: int
+
+    def __post_init__(self) -> None:
+        if not len(self):
+            return
+        if (self.q_len < 1).any() or (self.q_len > self.k_len).any():
+            i = int(np.flatnonzero((self.q_len < 1) | (self.q_len > self.k_len))[0])
+            raise ValueError(
+                f"task {i}: {self.q_len[i]} queries against {self.k_len[i]} keys; a task needs 1 <= queries <= keys "
+                "(kernels return zeros for leading queries without keys)"
+            )
+        if (self.q_start < 0).any() or (self.q_start + self.q_len > self.q_rows).any():
+            raise ValueError(f"query ranges leave the buffer of {self.q_rows} rows")
+        if (self.k_start < 0).any() or (self.k_start + self.k_len > self.k_rows).any():
+            raise ValueError(f"key ranges leave the buffer of {self.k_rows} rows")
+
+    def __len__(self) -> int:
+        return len(self.q_start)
+
+    @cached_property
+    def max_q(self) -> int:
+        return int(self.q_len.max(initial=0))
+
+    @cached_property
+    def max_k(self) -> int:
+        return int(self.k_len.max(initial=0))
+
+    @cached_property
+    def is_packed_q(self) -> bool:
+        """The query ranges tile the whole buffer in order."""
+        return _tiles(self.q_start, self.q_len, self.q_rows)
+
+    @cached_property
+    def is_packed_k(self) -> bool:
+        """The key ranges tile the whole buffer in order."""
+        return _tiles(self.k_start, self.k_len, self.k_rows)
+
+    @cached_property
+    def area(self) -> int:
+        """Query-key pairs under the causal mask, without a window."""
+        return int((self.q_len * (2 * self.k_len - self.q_len + 1) // 2).sum())
+
+    def on(self, device: torch.device) -> DeviceTasks:
+        """The int32 metadata on a device; made once per device and kept with the batch."""
+        cache = self.__dict__.setdefault("_on", {})
+        if device not in cache:
+            cache[device] = DeviceTasks.of(self, device)
+        return cache[device]
+
+
+@dataclass(frozen=True)
+class DeviceTasks:
+    """int32 device copies: starts [num_tasks + 1] (the last entry ends the last range) and lengths [num_tasks].
+
+    Where the ranges tile a buffer the starts are its cu_seqlens.
+    """
+
+    q_start: torch.Tensor
+    q_len: torch.Tensor
+    k_start: torch.Tensor
+    k_len: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: TaskBatch, device: torch.device) -> DeviceTasks:
+        n = len(batch)
+        host = torch.empty(4 * n + 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        parts = host.split([n + 1, n, n + 1, n])
+        for part, start, length in ((0, batch.q_start, batch.q_len), (2, batch.k_start, batch.k_len)):
+            parts[part][:n] = torch.from_numpy(start)
+            parts[part][n] = int(start[-1] + length[-1]) if n else 0
+            parts[part + 1][:] = torch.from_numpy(length)
+        return cls(*host.to(device, non_blocking=True).split([n + 1, n, n + 1, n]))
+
+
+def _tiles(start: np.ndarray, length: np.ndarray, rows: int) -> bool:
+    ends = np.cumsum(length)
+    return bool(int(length.sum()) == rows and np.array_equal(start, ends - length))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``distca`` block of ds_config.json: every option, what it means and what is allowed.
+
+A key that is left out is chosen automatically. The string "auto" is refused: Accelerate stops at it and DeepSpeed's
+config model drops it without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import ConfigDict, Field, ValidationError
+
+BLOCK = "distca"
+
+
+class DistCAConfigError(ValueError):
+    """A ``distca`` block that cannot be used; the message names the key, what was given and what is allowed."""
+
+
+class DistCAConfig(DeepSpeedConfigModel):
+    """Options of the ``distca`` block."""
+
+    # Strict scalars: "0.1" or 1 for true would otherwise be accepted without a word.
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    enabled: bool = True
+    """ Balance core attention over the data-parallel ranks. False leaves DeepSpeed untouched, like no block at all. """
+
+    tolerance: float = Field(0.02, ge=0.0, le=1.0, allow_inf_nan=False)
+    """ The largest load may exceed the mean by this share (0.02 = 2 %) before work is moved, and after. """
+
+    granularity: int = Field(128, ge=1)
+    """ Query rows a cut is rounded to; 128 is the tile of the flash-attention kernels. """
+
+    min_shard_tokens: int | None = Field(None, ge=1)
+    """ Query rows below which no piece of a document is moved. Left out: one granule. """
+
+    kernel: Literal["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen", "reference"] | None = None
+    """ What computes core attention. Left out: the best that is installed and fits the device and data type. """
+
+    overlap: Literal["none", "local_first"] | None = None
+    """ When rows travel: "none" waits for every exchange, "local_first" hides them under the tasks that stay at home.
+    Left out: "local_first". """
+
+    servers: int | None = Field(None, ge=1)
+    """ Ranks that share their attention work: consecutive data-parallel ranks, a divisor of their number.
+    Left out: all of them. """
+
+    max_received_rows: int | None = Field(None, ge=1)
+    """ The most query and key/value rows that a server may receive for a micro-batch: a cap on memory which may cost
+    balance. Left out: no cap. """
+
+    check_plan: bool = True
+    """ Compare a digest of the plan over all ranks before it is used; a mismatch is an error on every rank. """
+
+    token_weighted_loss: bool = True
+    """ Weight the model's loss so that its mean over ranks and micro-batches is the mean over all target tokens. """
+
+    timeout_seconds: float = Field(600.0, gt=0.0, allow_inf_nan=False)
+    """ How long a rank waits for the others before it stops with an error. """
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        # DeepSpeedConfigModel would drop "auto"; strict=True keeps it, and it is refused as a wrong value.
+        super().__init__(strict=True, **data)
+
+
+def parse_config(block: Any) -> DistCAConfig:
+    """The validated options of a ``distca`` block.
+
+    Raises:
+        DistCAConfigError: not a mapping, an unknown key, a wrong type, a value out of range, or "auto".
+    """
+    if isinstance(block, DistCAConfig):
+        return block
+    if not isinstance(block, Mapping):
+        raise DistCAConfigError(f"`{BLOCK}` must be a block of options like {{\"enabled\": true}}, got {block!r}")
+    problems = [
+        f"`{BLOCK}.{key}` is \"auto\", which is not supported: leave the key out and it is chosen automatically"
+        for key, value in block.items()
+        if value == "auto"
+    ]
+    if not problems:
+        try:
+            return DistCAConfig(**block)
+        except ValidationError as error:
+            problems = [_explain(item) for item in error.errors()]
+    raise DistCAConfigError("; ".join(problems))
+
+
+def get_distca_config(param_dict: Mapping[str, Any]) -> DistCAConfig | None:
+    """The options in a whole DeepSpeed config, or None where there is no block or it is disabled."""
+    if param_dict.get(BLOCK) is None:
+        return None
+    config = parse_config(param_dict[BLOCK])
+    return config if config.enabled else None
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"`{BLOCK}.{key}` is not an option (given: {item['input']!r}); options: {', '.join(DistCAConfig.model_fields)}"
+    return f"`{BLOCK}.{key}` was given {item['input']!r}; allowed: {item['msg'].removeprefix('Input should be ')}"

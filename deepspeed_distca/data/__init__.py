@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From documents to the batches of ``engine(**batch)``: packing, row order, collating, gradient accumulation."""
+
+from deepspeed_distca.data.accumulation import AccumulationLoader
+from deepspeed_distca.data.collator import PackedSequenceCollator
+from deepspeed_distca.data.packing import Packing, Piece, pack_documents
+from deepspeed_distca.data.rows import PackedRows, RowSampler
+
+__all__ = [
+    "AccumulationLoader",
+    "PackedRows",
+    "PackedSequenceCollator",
+    "Packing",
+    "Piece",
+    "RowSampler",
+    "pack_documents",
+]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that touches DeepSpeed: reads the ``distca`` block, builds the attention server, attaches it.
+
+Importing ``deepspeed_distca`` wraps ``deepspeed.initialize`` (:func:`install`); an engine whose config has the block
+gets an attribute ``engine.distca``. Without the block, or with ``"enabled": false``, the engine is returned untouched.
+Nothing is added to the model's modules or state: hooks only, which :meth:`Runtime.detach` removes.
+"""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups, log_dist
+
+from deepspeed_distca.attention_server.agreement import Agreement, MicroBatch, agreement_group, fingerprint
+from deepspeed_distca.attention_server.exchange import PeerToPeerExchange, exchange_group
+from deepspeed_distca.attention_server.runtime import AttentionServer, MicroBatchPlan, PlanOptions
+from deepspeed_distca.attention_server.statistics import StepStatistics
+from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
+from deepspeed_distca.integrations.transformers import (
+    DecoderHooks,
+    Description,
+    attention_modules,
+    find_decoder,
+)
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.heads import Heads
+
+_ORIGINAL = "_distca_original"
+
+
+def install() -> None:
+    """Wraps ``deepspeed.initialize``; calling it again changes nothing."""
+    if hasattr(deepspeed.initialize, _ORIGINAL):
+        return
+    original = deepspeed.initialize
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> tuple:
+        result = original(*args, **kwargs)
+        attach(result[0])
+        return result
+
+    setattr(initialize, _ORIGINAL, original)
+    deepspeed.initialize = initialize
+
+
+def uninstall() -> None:
+    """Puts DeepSpeed's own ``initialize`` back. Engines that have a runtime keep it."""
+    deepspeed.initialize = getattr(deepspeed.initialize, _ORIGINAL, deepspeed.initialize)
+
+
+def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -> DeepSpeedEngine:
+    """Disaggregates the core attention of an engine's model, as its config's ``distca`` block says. Collective.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned; given back, with ``engine.distca`` set if there is a block.
+        config: options to use in place of the engine's block.
+
+    Raises:
+        DistCAConfigError: a block that cannot be used, or an engine with which it cannot be combined.
+        UnsupportedModelError: a model whose attention cannot be dispatched exactly.
+    """
+    options = get_distca_config({BLOCK: config} if config is not None else engine.config)
+    if options is None or getattr(engine, "distca", None) is not None:
+        return engine
+    _check_engine(engine)
+    engine.distca = Runtime(engine, options)
+    engine._config.distca_config = options  # shown in DeepSpeed's dump of its configuration
+    return engine
+
+
+class Runtime:
+    """``engine.distca``: plans the engine's micro-batches and tells how it went.
+
+    Attributes:
+        config: the options in force.
+        server: this rank's attention server.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, config: DistCAConfig) -> None:
+        decoder = find_decoder(engine.module)
+        modules = attention_modules(decoder)
+        windows = [getattr(m, "sliding_window", None) for m in modules]
+        heads = heads_of(decoder.config.get_text_config(), next(decoder.parameters()).dtype)
+        cost = CostModel.fitted(heads)
+        self.config = config
+        timeout = timedelta(seconds=config.timeout_seconds)
+        rank_groups = _data_parallel_groups(engine)
+        mine = next(g for g in rank_groups if dist.get_rank() in g)
+        servers = config.servers or len(mine)
+        if len(mine) % servers:
+            raise DistCAConfigError(
+                f"`{BLOCK}.servers` was given {servers}; allowed: a divisor of the {len(mine)} data-parallel ranks"
+            )
+        server_groups = [g[i : i + servers] for g in rank_groups for i in range(0, len(g), servers)]
+        options = PlanOptions(
+            config.tolerance, config.granularity, config.min_shard_tokens, config.max_received_rows
+        )
+        self._groups = [exchange_group(server_groups, engine.device, timeout)]
+        agreement = agreement_group(rank_groups, timeout)
+        self._groups.append(agreement)
+        if engine.device.type == "cuda":
+            # Sets the communicator up while all ranks are here: later calls may involve only some of them.
+            dist.barrier(self._groups[0], device_ids=[engine.device.index])
+        self.server = AttentionServer(
+            agreement=Agreement(
+                agreement, servers, fingerprint(options, cost, windows, config.kernel, config.token_weighted_loss)
+            ),
+            exchange=PeerToPeerExchange(self._groups[0]),
+            server=mine.index(dist.get_rank()) % servers,
+            cost=cost,
+            options=options,
+            windows=windows,
+            kernel=config.kernel,
+            local_first=config.overlap != "none",
+            check_plan=config.check_plan,
+            accumulation_steps=engine.gradient_accumulation_steps,
+            ranks=len(mine),
+            step=lambda: engine.global_steps,
+        )
+        self._hooks = DecoderHooks(decoder, modules, self, weight_loss=config.token_weighted_loss)
+        log_dist(
+            f"distca: {len(modules)} attention layers of {type(decoder).__name__} over {servers} attention servers "
+            f"in {len(server_groups)} group(s), kernel {config.kernel or 'automatic'}, overlap "
+            f"{'local_first' if config.overlap != 'none' else 'none'}, tolerance {config.tolerance:g}",
+            ranks=[0],
+        )
+
+    @property
+    def stats(self) -> StepStatistics:
+        """Statistics of the last step; reading the kernels' time on a GPU waits for them."""
+        return self.server.stats
+
+    def plan(self, description: Description | Exception, device: torch.device) -> tuple[MicroBatchPlan, float]:
+        """See ``integrations.transformers.Planner``."""
+        given = description
+        if isinstance(description, Description):
+            given = MicroBatch(description.layout, description.targets, description.step_targets)
+        return self.server.plan(given)
+
+    def plan_alone(self, layout: Layout, device: torch.device) -> MicroBatchPlan:
+        """See ``integrations.transformers.Planner``."""
+        return self.server.plan_alone(layout)
+
+    def detach(self) -> None:
+        """Removes the hooks; the model runs as it did before. ``engine.distca`` stays, out of use."""
+        self._hooks.remove()
+
+
+def heads_of(config: Any, dtype: torch.dtype) -> Heads:
+    """The attention heads that a HuggingFace decoder's configuration describes."""
+    query = config.num_attention_heads
+    return Heads(
+        query=query,
+        key_value=getattr(config, "num_key_value_heads", None) or query,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // query,
+        element_size=dtype.itemsize,
+    )
+
+
+def _check_engine(engine: DeepSpeedEngine) -> None:
+    refused = {
+        "a PipelineModule": isinstance(engine, PipelineEngine),
+        "sequence parallelism (Ulysses, ALST)": groups._get_sequence_parallel_world_size() > 1,
+    }
+    for what, found in refused.items():
+        if found:
+            raise DistCAConfigError(f"the `{BLOCK}` block cannot be combined with {what}; remove one of the two")
+
+
+def _data_parallel_groups(engine: DeepSpeedEngine) -> list[list[int]]:
+    """The global ranks of every data-parallel group, the same list on all ranks. Collective."""
+    world = dist.get_world_size()
+    mine = torch.full((world,), -1, dtype=torch.int64, device=engine.device)
+    members = sorted(dist.get_process_group_ranks(engine.data_parallel_group))
+    mine[: len(members)] = torch.tensor(members, device=engine.device)
+    gathered = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(gathered, mine)
+    rows = torch.stack(gathered).cpu().tolist()
+    return [list(g) for g in sorted({tuple(r for r in row if r >= 0) for row in rows})]
+

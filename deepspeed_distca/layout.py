@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tokens of one micro-batch live: documents, segments and the layout over all ranks.
+
+Plain NumPy, no torch: the scheduler, the collator, the command line and the runtime all speak it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class LayoutError(ValueError):
+    """A layout that no plan can be made for; the message says what was given and what is allowed."""
+
+
+class Segment(NamedTuple):
+    """A contiguous run of one document's tokens on one rank: positions [start, start + length)."""
+
+    document: int
+    start: int
+    length: int
+
+
+#: Columns of ``Layout.segments``.
+RANK, DOCUMENT, START, LENGTH = range(4)
+
+
+class Layout:
+    """The segments of every rank in storage order, for one micro-batch.
+
+    Attributes:
+        segments: int64 [num_segments, 4], columns (rank, document, start, length), ordered by rank and,
+            within a rank, by storage: the rows of a rank's q, k and v are its segments one after another.
+        num_ranks: how many ranks there are; a rank may have no segment.
+
+    Document ids are global: the same id on two ranks is one document. Every document must be there from
+    position 0 to its end exactly once, which :meth:`validate` checks.
+    """
+
+    __slots__ = ("num_ranks", "segments")
+
+    def __init__(self, segments: np.ndarray, num_ranks: int) -> None:
+        self.segments = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 4)
+        self.num_ranks = int(num_ranks)
+
+    @classmethod
+    def from_ranks(cls, ranks: Sequence[Iterable[Segment | Sequence[int] | Mapping[str, int]]]) -> Layout:
+        """From a list of segments for each rank; a segment is (document, start, length) or a mapping of these.
+
+        Raises:
+            LayoutError: a segment that is neither, or whose values are not integers.
+        """
+        rows = []
+        for rank, segments in enumerate(ranks):
+            if isinstance(segments, str | bytes | Mapping) or not isinstance(segments, Iterable):
+                raise LayoutError(f"rank {rank}: expected a list of segments, got {segments!r}")
+            for index, segment in enumerate(segments):
+                rows.append((rank, *_segment_values(segment, f"rank {rank}, segment {index}")))
+        return cls(np.array(rows, dtype=np.int64).reshape(-1, 4), len(ranks))
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[Sequence[int]]) -> Layout:
+        """From the lengths of whole documents on each rank, numbered in order over all ranks."""
+        ranks, document = [], 0
+        for row in lengths:
+            ranks.append([Segment(document + i, 0, int(length)) for i, length in enumerate(row)])
+            document += len(ranks[-1])
+        return cls.from_ranks(ranks)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | np.ndarray) -> Layout:
+        """One rank's layout from cumulative lengths [num_documents + 1], starting at 0. Empty documents are skipped.
+
+        Raises:
+            LayoutError: cu_seqlens that do not start at 0 or decrease.
+        """
+        cu = np.asarray(cu_seqlens, dtype=np.int64).ravel()
+        if cu.size == 0 or cu[0] != 0 or (np.diff(cu) < 0).any():
+            raise LayoutError(f"cu_seqlens must start at 0 and never decrease, got {cu.tolist()[:16]}")
+        return cls.from_lengths([[n for n in np.diff(cu).tolist() if n > 0]])
+
+    @classmethod
+    def from_position_ids(cls, position_ids: np.ndarray) -> Layout:
+        """One rank's layout from position ids [tokens] or [rows, tokens]; a new document starts wherever a
+        position is not its left neighbour's plus one, and at the start of every row.
+
+        Raises:
+            LayoutError: more than two dimensions (multi-axis position ids), or a row that begins in the middle
+                of a document, whose head is then on no rank this layout could name.
+        """
+        positions = np.asarray(position_ids, dtype=np.int64)
+        if positions.ndim == 1:
+            positions = positions[None]
+        if positions.ndim != 2:
+            raise LayoutError(
+                f"position_ids must be [tokens] or [rows, tokens], got shape {list(positions.shape)}; multi-axis "
+                "(3-D) position ids are not supported: pass a layout or cu_seqlens instead"
+            )
+        if positions.shape[1] == 0:
+            return cls(np.zeros((0, 4)), 1)
+        new = np.ones(positions.shape, dtype=bool)
+        new[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+        starts = np.flatnonzero(new.ravel())
+        first = positions.ravel()[starts]
+        if first.any():
+            bad = int(np.flatnonzero(first)[0])
+            raise LayoutError(
+                f"position_ids: the document at row {int(starts[bad])} begins at position {int(first[bad])}, not 0; "
+                "a piece of a document needs an explicit layout that names its document and start"
+            )
+        return cls.from_cu_seqlens(np.append(starts, positions.size))
+
+    @classmethod
+    def merge(cls, layouts: Sequence[Layout]) -> Layout:
+        """One layout of many ranks from their one-rank layouts, whose documents are distinct: they are renumbered."""
+        parts, documents = [], 0
+        for rank, layout in enumerate(layouts):
+            if layout.num_ranks != 1:
+                raise LayoutError(f"merge: part {rank} has {layout.num_ranks} ranks, expected 1")
+            part = layout.segments.copy()
+            ids, part[:, DOCUMENT] = np.unique(part[:, DOCUMENT], return_inverse=True)
+            part[:, DOCUMENT] += documents
+            part[:, RANK] = rank
+            documents += ids.size
+            parts.append(part)
+        return cls(np.concatenate(parts) if parts else np.zeros((0, 4)), len(layouts))
+
+    def validate(self) -> Layout:
+        """Checks what a plan relies on and returns self.
+
+        Raises:
+            LayoutError: ranks out of order or out of range, lengths below 1, negative ids or starts, or a document
+                that is not there from 0 to its end exactly once.
+        """
+        s = self.segments
+        if self.num_ranks < 1:
+            raise LayoutError(f"a layout needs at least one rank, got {self.num_ranks}")
+        if not len(s):
+            return self
+        rank = s[:, RANK]
+        if rank[0] < 0 or rank[-1] >= self.num_ranks or (np.diff(rank) < 0).any():
+            raise LayoutError(f"segments must be ordered by rank, with ranks in 0..{self.num_ranks - 1}")
+        if (s[:, LENGTH] < 1).any() or (s[:, [DOCUMENT, START]] < 0).any():
+            bad = s[(s[:, LENGTH] < 1) | (s[:, [DOCUMENT, START]] < 0).any(1)][0]
+            raise LayoutError(
+                f"rank {bad[RANK]}: segment (document {bad[DOCUMENT]}, start {bad[START]}, length {bad[LENGTH]}) "
+                "needs length >= 1, document >= 0 and start >= 0"
+            )
+        order = np.lexsort((s[:, START], s[:, DOCUMENT]))
+        document, start, end = s[order, DOCUMENT], s[order, START], s[order, START] + s[order, LENGTH]
+        expected = np.zeros_like(start)
+        same = document[1:] == document[:-1]
+        expected[1:][same] = end[:-1][same]
+        if (start != expected).any():
+            i = int(np.flatnonzero(start != expected)[0])
+            raise LayoutError(
+                f"document {document[i]}: a segment starts at {start[i]} where {expected[i]} was expected; its "
+                "segments over all ranks must cover it from 0 to its end exactly once"
+            )
+        return self
+
+    def filled(self) -> Layout:
+        """The same with a document of one token on every rank that has none; itself where there is no such rank.
+
+        A rank without tokens cannot run a HuggingFace model, whose reshapes do not know what to make of 0 rows, but it
+        serves all the same.
+        """
+        empty = np.flatnonzero(np.bincount(self.segments[:, RANK], minlength=self.num_ranks) == 0)
+        if not len(empty):
+            return self
+        document = int(self.segments[:, DOCUMENT].max(initial=-1)) + 1
+        extra = [(rank, document + i, 0, 1) for i, rank in enumerate(empty.tolist())]
+        rows = np.concatenate([self.segments, np.array(extra, dtype=np.int64)])
+        return Layout(rows[np.argsort(rows[:, RANK], kind="stable")], self.num_ranks)
+
+    def rank(self, rank: int) -> list[Segment]:
+        """The segments of one rank in storage order."""
+        return [Segment(*map(int, row[1:])) for row in self.segments[self.segments[:, RANK] == rank]]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Tokens stored on each rank, int64 [num_ranks]."""
+        return np.bincount(
+            self.segments[:, RANK], weights=self.segments[:, LENGTH], minlength=self.num_ranks
+        ).astype(np.int64)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The first storage row of each segment on its rank, int64 [num_segments]."""
+        ends = np.cumsum(self.segments[:, LENGTH])
+        before = np.concatenate([[0], np.cumsum(self.tokens)])[self.segments[:, RANK]]
+        return ends - self.segments[:, LENGTH] - before
+
+    def to_ranks(self) -> list[list[dict[str, int]]]:
+        """The form that ``ds_distca plan --layout`` reads under "ranks"."""
+        return [[s._asdict() for s in self.rank(r)] for r in range(self.num_ranks)]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self.num_ranks == other.num_ranks and np.array_equal(self.segments, other.segments)
+
+    def __hash__(self) -> int:
+        return hash((self.num_ranks, self.segments.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"Layout(num_ranks={self.num_ranks}, segments={len(self.segments)}, tokens={self.tokens.tolist()})"
+
+
+def _segment_values(segment: Any, where: str) -> tuple[int, int, int]:
+    if isinstance(segment, Mapping):
+        unknown, missing = set(segment) - set(Segment._fields), set(Segment._fields) - set(segment)
+        if unknown or missing:
+            raise LayoutError(
+                f"{where}: expected the keys {list(Segment._fields)}, "
+                + (f"{sorted(missing)} missing" if missing else f"{sorted(map(str, unknown))} unknown")
+            )
+        segment = [segment[key] for key in Segment._fields]
+    try:
+        values = tuple(segment)
+    except TypeError:
+        values = ()
+    if len(values) != 3 or any(isinstance(v, bool) or not isinstance(v, int | np.integer) for v in values):
+        raise LayoutError(f"{where}: expected integers (document, start, length), got {segment!r}")
+    return values  # type: ignore[return-value]

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a CA-task takes, forward and backward, and how long a transfer takes.
+
+A phase's cost is linear in what a task asks of the kernel: query-key pairs, query rows, key rows and a constant. All
+of it is int64 femtoseconds, so every rank takes the same decisions whatever its CPU. The coefficients were fitted to
+flash-attn-4 on an H200 (see ``CostModel.fitted``); a measured profile can replace them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from deepspeed_distca.scheduler.heads import Heads
+
+Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+#: The cost unit: femtoseconds in a second.
+UNITS_PER_SECOND = 10**15
+
+#: Costs above this are refused: sums of a few of them would leave int64.
+MAX_COST = 2**62
+
+
+def pairs(q_start: Any, q_end: Any, window: int | None = None) -> Any:
+    """Query-key pairs that queries [q_start, q_end) of a document see, causal, at most `window` keys each.
+
+    Works on int64 arrays and on Python integers alike.
+    """
+    return _pairs_below(q_end, window) - _pairs_below(q_start, window)
+
+
+def _pairs_below(x: Any, window: int | None) -> Any:
+    if window is None:
+        return x * (x + 1) // 2
+    if isinstance(x, np.ndarray):
+        full = np.minimum(x, window)
+    else:
+        full = min(x, window)
+    return full * (full + 1) // 2 + (x - full) * window
+
+
+def key_start(q_start: Any, window: int | None = None) -> Any:
+    """The first key that the query at q_start sees: 0, or max(0, q_start - window + 1)."""
+    if window is None:
+        return np.zeros_like(q_start) if isinstance(q_start, np.ndarray) else 0
+    if isinstance(q_start, np.ndarray):
+        return np.maximum(q_start - (window - 1), 0)
+    return max(q_start - (window - 1), 0)
+
+
+@dataclass(frozen=True)
+class PhaseCost:
+    """Femtoseconds of one phase of a task: pair * pairs + query_row * queries + key_row * keys + task."""
+
+    pair: int
+    query_row: int = 0
+    key_row: int = 0
+    task: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < (1 if name == "pair" else 0):
+                low = 1 if name == "pair" else 0
+                raise ValueError(f"cost model: {name} must be an integer >= {low} (femtoseconds), got {value!r}")
+
+    def __call__(self, q_start: Any, q_end: Any, k_start: Any, window: int | None = None) -> Any:
+        """Cost of queries [q_start, q_end) against keys [k_start, q_end)."""
+        return (
+            self.pair * pairs(q_start, q_end, window)
+            + self.query_row * (q_end - q_start)
+            + self.key_row * (q_end - k_start)
+            + self.task
+        )
+
+    def scaled(self, numerator: int, denominator: int) -> PhaseCost:
+        """Every coefficient times numerator / denominator, rounded; pair stays at least 1."""
+        values = {k: (v * numerator + denominator // 2) // denominator for k, v in asdict(self).items()}
+        values["pair"] = max(values["pair"], 1)
+        return PhaseCost(**values)
+
+
+# Least absolute relative error over the 14 shapes of DESIGN.md's table (H200, bf16, flash-attn-4, 32/8 heads,
+# head_dim 128), with non-negative coefficients. Forward: median error 3.5 %, largest 10 %. Backward: median 1.4 %,
+# largest 13 %. Rounding areas up to tiles, or a constant for each call, fits no better; the key rows' 21 ns carry the
+# backward of short query ranges, the constant and the query rows the small documents.
+_REFERENCE_HEADS = Heads(query=32, key_value=8, head_dim=128)
+_H200_FORWARD = PhaseCost(pair=27_093, query_row=6_967_785, key_row=0, task=1_824_430_452)
+_H200_BACKWARD = PhaseCost(pair=66_108, query_row=10_305_242, key_row=21_324_438, task=2_035_929_155)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Predicted time of CA-tasks and transfers of one layer.
+
+    Attributes:
+        heads: the heads that the coefficients are for.
+        forward, backward: cost of a task in each phase.
+        launch: femtoseconds below which no server's phase ends if it has a task at all. It enters predicted seconds
+            only: no decision depends on it, as nothing can be cut from it.
+        bytes_per_second: of a transfer, each way at once (NCCL all-to-all between two H200s over NVLink).
+        latency: femtoseconds of a transfer of no size. With the default rate, 4 MiB take the measured 0.09 ms.
+    """
+
+    heads: Heads = field(default_factory=Heads)
+    forward: PhaseCost = _H200_FORWARD
+    backward: PhaseCost = _H200_BACKWARD
+    launch: int = 0
+    bytes_per_second: int = 323 * 2**30
+    latency: int = 77_906_000_000
+
+    def __post_init__(self) -> None:
+        for name, low in (("launch", 0), ("bytes_per_second", 1), ("latency", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"cost model: {name} must be an integer >= {low}, got {value!r}")
+
+    @classmethod
+    def fitted(cls, heads: Heads | None = None) -> CostModel:
+        """The H200 fit, scaled to `heads` by query heads times head dim: kernels work through every query head's
+        pairs, and in backward through every query head's key blocks."""
+        heads = heads or Heads()
+        size = heads.query * (heads.head_dim + (heads.value_dim or heads.head_dim))
+        reference = _REFERENCE_HEADS.query * 2 * _REFERENCE_HEADS.head_dim
+        return cls(heads, _H200_FORWARD.scaled(size, reference), _H200_BACKWARD.scaled(size, reference))
+
+    @classmethod
+    def area(cls, heads: Heads | None = None) -> CostModel:
+        """Query-key pairs alone, at the fit's rate: what the literature balances."""
+        full = cls.fitted(heads)
+        return cls(full.heads, PhaseCost(full.forward.pair), PhaseCost(full.backward.pair))
+
+    def phase(self, phase: Phase) -> PhaseCost:
+        """The coefficients of a phase.
+
+        Raises:
+            ValueError: neither "forward" nor "backward".
+        """
+        if phase not in PHASES:
+            raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
+        return self.forward if phase == "forward" else self.backward
+
+    def cost(
+        self,
+        q_start: np.ndarray,
+        q_end: np.ndarray,
+        k_start: np.ndarray,
+        window: int | None = None,
+        phase: Phase = "forward",
+    ) -> np.ndarray:
+        """Femtoseconds of tasks, int64 like the arguments [num_tasks].
+
+        Raises:
+            OverflowError: a task whose cost would leave int64; its document is too long for this unit.
+        """
+        terms = self.phase(phase)
+        if len(q_end):
+            longest = int(np.max(q_end))
+            if terms(0, longest, 0, window) > MAX_COST:
+                raise OverflowError(f"a document of {longest} tokens costs more than {MAX_COST} fs: it is too long")
+        return terms(q_start, q_end, k_start, window)
+
+    def seconds(self, loads: Any) -> Any:
+        """Predicted seconds of servers with these loads (femtoseconds), not below the launch floor unless idle."""
+        loads = np.asarray(loads, dtype=np.int64)
+        return np.where(loads > 0, np.maximum(loads, self.launch), 0) / UNITS_PER_SECOND
+
+    def transfer_seconds(self, sent: Any, received: Any = 0) -> Any:
+        """Predicted seconds of one exchange in which a rank sends and receives so many bytes at once."""
+        size = np.maximum(np.asarray(sent, dtype=np.int64), np.asarray(received, dtype=np.int64))
+        return np.where(size > 0, self.latency / UNITS_PER_SECOND + size / self.bytes_per_second, 0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "heads": self.heads.to_dict(),
+            "forward": asdict(self.forward),
+            "backward": asdict(self.backward),
+            "launch": self.launch,
+            "bytes_per_second": self.bytes_per_second,
+            "latency": self.latency,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
+        """What :meth:`to_dict` gave.
+
+        Raises:
+            ValueError: unknown or missing keys, or values out of range.
+        """
+        known = set(cls.__dataclass_fields__)
+        if not isinstance(values, Mapping) or set(values) != known:
+            raise ValueError(f"cost model: expected a mapping with the keys {sorted(known)}, got {values!r}")
+        terms = {}
+        for phase in PHASES:
+            given = values[phase]
+            if not isinstance(given, Mapping) or set(given) != set(PhaseCost.__dataclass_fields__):
+                raise ValueError(
+                    f"cost model: {phase} must have the keys {list(PhaseCost.__dataclass_fields__)}, got {given!r}"
+                )
+            terms[phase] = PhaseCost(**given)
+        rest = {key: values[key] for key in ("launch", "bytes_per_second", "latency")}
+        return cls(Heads.from_dict(values["heads"]), terms["forward"], terms["backward"], **rest)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From CA-tasks to what one rank does: the rows it sends, receives and keeps, and the row ranges it computes.
+
+A rank's own rows are its *home* buffers (q, k, v in storage order). Tasks whose queries and keys lie side by side in
+them run there, in place. All other tasks of a server run in its *workspace*: one query buffer and one key/value buffer,
+ordered by (document, position), into which rows are received without a detour, or copied where they are the server's
+own. Each key/value row a server needs is in its workspace once, however many tasks read it.
+
+Rows travel in runs: contiguous at home and in the workspace alike. Sender and receiver list the runs between them in
+the same order, so that messages need no headers. Everything here is a pure function of (layout, tasks), in int64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout
+from deepspeed_distca.scheduler.heads import Heads
+
+#: Columns of a run: the other rank, first row at home, first row in the server's workspace, number of rows.
+PEER, HOME_ROW, WORK_ROW, ROWS = range(4)
+_TASK_DOCUMENT, _Q_START, _Q_END, _K_START, _SERVER = range(5)
+
+
+@dataclass(frozen=True)
+class TaskRanges:
+    """Row ranges of tasks over a query and a key/value buffer, int64 [num_tasks] each; 1 <= q_len <= k_len."""
+
+    q_start: np.ndarray
+    q_len: np.ndarray
+    k_start: np.ndarray
+    k_len: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.q_start)
+
+    def take(self, index: np.ndarray) -> TaskRanges:
+        """The tasks at an index or under a mask."""
+        return TaskRanges(self.q_start[index], self.q_len[index], self.k_start[index], self.k_len[index])
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part of a plan, the same for every layer of the micro-batch with that window.
+
+    Attributes:
+        rank: whose part this is.
+        home_rows: rows of its q, k and v.
+        local: tasks that run in place on the home buffers; their key ranges are disjoint.
+        remote: tasks that run in the workspace, in the order of their query rows there.
+        waves: indices into ``remote``, one array for each backward call: within a wave key ranges are disjoint,
+            since kernels overwrite dK/dV.
+        work_q_rows, work_kv_rows: rows of the workspace.
+        q_in, kv_in: int64 [num_runs, 4], runs this rank receives as a server (peer: the home). peer == rank is a copy.
+        q_out, kv_out: int64 [num_runs, 4], runs this rank sends as a home (peer: the server), without peer == rank.
+    """
+
+    rank: int
+    home_rows: int
+    local: TaskRanges
+    remote: TaskRanges
+    waves: tuple[np.ndarray, ...]
+    work_q_rows: int
+    work_kv_rows: int
+    q_in: np.ndarray
+    kv_in: np.ndarray
+    q_out: np.ndarray
+    kv_out: np.ndarray
+
+    @property
+    def is_local(self) -> bool:
+        """Nothing to send, receive or copy: the kernel runs on q, k and v as they are."""
+        return not len(self.remote) and not len(self.q_out) and not len(self.kv_out)
+
+    @property
+    def received_rows(self) -> tuple[int, int]:
+        """Query and key/value rows that come from other ranks."""
+        return tuple(int(runs[runs[:, PEER] != self.rank, ROWS].sum()) for runs in (self.q_in, self.kv_in))
+
+
+class PlanCompiler:
+    """Compiles the parts of any rank from one layout and its tasks; what all ranks share is worked out once."""
+
+    def __init__(self, layout: Layout, tasks: np.ndarray) -> None:
+        """Args:
+        layout: where the tokens live.
+        tasks: int64 [num_tasks, 5], columns (document, q_start, q_end, k_start, server).
+        """
+        self._layout = layout
+        self._home_rows = layout.tokens
+        index = _SegmentIndex(layout)
+        order = np.lexsort((tasks[:, _Q_START], tasks[:, _TASK_DOCUMENT], tasks[:, _SERVER]))
+        tasks = np.ascontiguousarray(tasks[order], dtype=np.int64)
+        self._split(index, tasks)
+        self._place(index)
+
+    def _split(self, index: _SegmentIndex, tasks: np.ndarray) -> None:
+        """Which tasks run in place: keys and queries in one segment of the server's own, the first of its document."""
+        document, k_start, q_end = tasks[:, _TASK_DOCUMENT], tasks[:, _K_START], tasks[:, _Q_END]
+        segment = index.find(document, k_start)
+        in_place = (index.rank[segment] == tasks[:, _SERVER]) & (q_end <= index.end[segment])
+        # A second task over the same document would overlap its keys in backward: it takes the workspace.
+        repeated = np.zeros(len(tasks), dtype=bool)
+        if len(tasks):
+            key = tasks[:, _SERVER] * (int(document.max()) + 1) + document
+            place = np.flatnonzero(in_place)
+            repeated[place[1:]] = key[place[1:]] == key[place[:-1]]
+        in_place &= ~repeated
+        self._local, self._local_segment = tasks[in_place], segment[in_place]
+        self._local_shift = index.row[self._local_segment] - index.start[self._local_segment]
+        self._remote = tasks[~in_place]
+
+    def _place(self, index: _SegmentIndex) -> None:
+        """Gives every workspace task its rows and lists the runs that fill the workspaces."""
+        t = self._remote
+        server, document = t[:, _SERVER], t[:, _TASK_DOCUMENT]
+        self._q_work = _rows_within(server, t[:, _Q_END] - t[:, _Q_START])
+        which, home, home_row, offset, rows = index.pieces(document, t[:, _Q_START], t[:, _Q_END])
+        self._q_runs = np.stack([server[which], home, home_row, self._q_work[which] + offset, rows], axis=1)
+
+        # Key/value intervals: the union of the tasks' key ranges for each (server, document).
+        order = np.lexsort((t[:, _K_START], document, server))
+        s, d, lo, hi = server[order], document[order], t[order, _K_START], t[order, _Q_END]
+        new_group = np.ones(len(t), dtype=bool)
+        new_group[1:] = (s[1:] != s[:-1]) | (d[1:] != d[:-1])
+        reach = hi.copy()  # the furthest end so far within the group
+        if len(t):
+            lift = np.cumsum(new_group) * (int(hi.max()) + 1)
+            reach = np.maximum.accumulate(hi + lift) - lift
+        new = new_group.copy()
+        new[1:] |= lo[1:] > reach[:-1]
+        interval = np.cumsum(new) - 1
+        first = np.flatnonzero(new)
+        last = np.append(first[1:], len(t)) - 1
+        i_server, i_document, i_lo, i_hi = s[first], d[first], lo[first], reach[last] if len(t) else hi
+        i_row = _rows_within(i_server, i_hi - i_lo)
+        which, home, home_row, offset, rows = index.pieces(i_document, i_lo, i_hi)
+        self._kv_runs = np.stack([i_server[which], home, home_row, i_row[which] + offset, rows], axis=1)
+
+        self._k_work = np.empty(len(t), dtype=np.int64)
+        self._k_work[order] = i_row[interval] + lo - i_lo[interval]
+        self._wave = np.empty(len(t), dtype=np.int64)
+        self._wave[order] = np.arange(len(t)) - first[interval] if len(t) else 0
+
+    @property
+    def moves_rows(self) -> bool:
+        """Any row travels between any two ranks."""
+        return any(bool((runs[:, 0] != runs[:, 1]).any()) for runs in (self._q_runs, self._kv_runs))
+
+    def bytes_sent(self, heads: Heads, phase: str) -> np.ndarray:
+        """Bytes that each rank sends in one layer, as home and as server, int64 [num_ranks]."""
+        if phase == "forward":
+            q_out, q_back, kv_back = heads.q_bytes, heads.return_bytes, 0
+        else:
+            q_out, q_back, kv_back = heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes, heads.q_bytes, heads.kv_bytes
+        sent = np.zeros(self._layout.num_ranks, dtype=np.int64)
+        for runs, out, back in ((self._q_runs, q_out, q_back), (self._kv_runs, heads.kv_bytes, kv_back)):
+            server, home, rows = runs[runs[:, 0] != runs[:, 1]][:, [0, 1, 4]].T
+            np.add.at(sent, home, rows * out)
+            np.add.at(sent, server, rows * back)
+        return sent
+
+    def rank(self, rank: int) -> RankPlan:
+        """The part of one rank."""
+        mine = self._local[:, _SERVER] == rank
+        t, shift = self._local[mine], self._local_shift[mine]
+        local = TaskRanges(
+            t[:, _Q_START] + shift,
+            t[:, _Q_END] - t[:, _Q_START],
+            t[:, _K_START] + shift,
+            t[:, _Q_END] - t[:, _K_START],
+        )
+        order = np.argsort(local.q_start, kind="stable")
+        local = local.take(order)
+
+        mine = self._remote[:, _SERVER] == rank
+        t = self._remote[mine]
+        remote = TaskRanges(
+            self._q_work[mine],
+            t[:, _Q_END] - t[:, _Q_START],
+            self._k_work[mine],
+            t[:, _Q_END] - t[:, _K_START],
+        )
+        wave = self._wave[mine]
+        waves = tuple(np.flatnonzero(wave == w) for w in range(int(wave.max(initial=-1)) + 1))
+        q_in, kv_in = (runs[runs[:, 0] == rank][:, 1:] for runs in (self._q_runs, self._kv_runs))
+        q_out, kv_out = (
+            runs[(runs[:, 1] == rank) & (runs[:, 0] != rank)][:, [0, 2, 3, 4]]
+            for runs in (self._q_runs, self._kv_runs)
+        )
+        return RankPlan(
+            rank=rank,
+            home_rows=int(self._home_rows[rank]),
+            local=local,
+            remote=remote,
+            waves=waves,
+            work_q_rows=int(q_in[:, ROWS].sum()),
+            work_kv_rows=int(kv_in[:, ROWS].sum()),
+            q_in=q_in,
+            kv_in=kv_in,
+            q_out=q_out,
+            kv_out=kv_out,
+        )
+
+
+class _SegmentIndex:
+    """Finds the segments that hold a range of a document's positions, for many ranges at once."""
+
+    def __init__(self, layout: Layout) -> None:
+        s = layout.segments
+        order = np.lexsort((s[:, START], s[:, DOCUMENT]))
+        self.rank, self.start = s[order, RANK], s[order, START]
+        self.end = self.start + s[order, LENGTH]
+        self.row = layout.rows[order]
+        self._span = int(self.end.max(initial=0)) + 1
+        self._key = s[order, DOCUMENT] * self._span + self.start
+
+    def find(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """The segment that holds each position."""
+        return np.searchsorted(self._key, document * self._span + position, side="right") - 1
+
+    def pieces(self, document: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Cuts ranges [lo, hi) at segment borders: (index of the range, rank, row there, offset in the range, rows)."""
+        first = self.find(document, lo)
+        count = self.find(document, hi - 1) - first + 1
+        which = np.repeat(np.arange(len(lo)), count)
+        segment = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
+        start = np.maximum(self.start[segment], lo[which])
+        rows = np.minimum(self.end[segment], hi[which]) - start
+        row = self.row[segment] + start - self.start[segment]
+        return which, self.rank[segment], row, start - lo[which], rows
+
+
+def _rows_within(group: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """First row of each entry when the entries of a group lie one after another; groups are contiguous."""
+    start = np.cumsum(rows) - rows
+    if not len(group):
+        return start
+    new = np.ones(len(group), dtype=bool)
+    new[1:] = group[1:] != group[:-1]
+    first = np.flatnonzero(new)
+    return start - start[first][np.cumsum(new) - 1]

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows and bytes that tasks make ranks send each other, for weighing, reports and checks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.cost_model import Phase
+from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.tasks import (
+    K_START,
+    PIECE_DOCUMENT,
+    PIECE_END,
+    PIECE_RANK,
+    PIECE_START,
+    Q_END,
+    Q_START,
+    SERVER,
+    TASK_DOCUMENT,
+    Tasks,
+    home_pieces,
+)
+
+if TYPE_CHECKING:
+    from deepspeed_distca.scheduler.plan import PlanCompiler
+
+
+class Traffic(NamedTuple):
+    """Rows between ranks in one phase, int64 [num_ranks, num_ranks], first index the home, second the server.
+
+    The diagonal is 0: what stays at home is no traffic. A (document, server) pair receives each key/value row once.
+    """
+
+    q_rows: np.ndarray
+    kv_rows: np.ndarray
+
+    def dispatch_bytes(self, heads: Heads, phase: Phase = "forward") -> np.ndarray:
+        """[sender, receiver] bytes on the way out: q, k, v; in backward dout, lse and delta as well."""
+        q = heads.q_bytes if phase == "forward" else heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes
+        return self.q_rows * q + self.kv_rows * heads.kv_bytes
+
+    def return_bytes(self, heads: Heads, phase: Phase = "forward") -> np.ndarray:
+        """[sender, receiver] bytes on the way back, from the server to the home: out and lse; in backward dq, dk, dv."""
+        if phase == "forward":
+            return (self.q_rows * heads.return_bytes).T
+        return (self.q_rows * heads.q_bytes + self.kv_rows * heads.kv_bytes).T
+
+
+def traffic(layout: Layout, tasks: Tasks | np.ndarray) -> Traffic:
+    """What tasks (or their rows) make ranks send."""
+    rows = tasks.rows if isinstance(tasks, Tasks) else tasks
+    q, kv = rows_between(home_pieces(layout), rows, layout.num_ranks)
+    np.fill_diagonal(q, 0)
+    np.fill_diagonal(kv, 0)
+    return Traffic(q, kv)
+
+
+def rows_between(pieces: np.ndarray, rows: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Query rows and distinct key/value rows that servers need, by home: int64 [home, server] each, diagonal and all.
+
+    Args:
+        pieces: see ``home_pieces``.
+        rows: ``Tasks.rows``.
+    """
+    document, server = rows[:, TASK_DOCUMENT], rows[:, SERVER]
+    q = _by_home(pieces, document, rows[:, Q_START], rows[:, Q_END], server, num_ranks)
+    # The union of key ranges of each (server, document).
+    order = np.lexsort((rows[:, K_START], document, server))
+    d, s, low, high = document[order], server[order], rows[order, K_START], rows[order, Q_END]
+    if len(rows):
+        same = np.append(False, (d[1:] == d[:-1]) & (s[1:] == s[:-1]))
+        lift = np.cumsum(~same) * (int(high.max()) + 1)
+        reach = np.maximum.accumulate(high + lift) - lift
+        # What an earlier range of the group covers is counted there: each range keeps its part beyond the reach.
+        low[1:] = np.where(same[1:], np.maximum(low[1:], reach[:-1]), low[1:])
+        more = low < high
+        d, s, low, high = d[more], s[more], low[more], high[more]
+    return q, _by_home(pieces, d, low, high, s, num_ranks)
+
+
+def _by_home(
+    pieces: np.ndarray, document: np.ndarray, low: np.ndarray, high: np.ndarray, server: np.ndarray, num_ranks: int
+) -> np.ndarray:
+    """Rows of ranges [low, high) by the rank that stores them and the server that needs them."""
+    out = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    if not len(document):
+        return out
+    span = int(pieces[:, PIECE_END].max()) + 1
+    ids, start, end = pieces[:, PIECE_DOCUMENT], pieces[:, PIECE_START], pieces[:, PIECE_END]
+    # Documents by number, not id: ids may be as large as they like.
+    number = np.cumsum(np.append(True, ids[1:] != ids[:-1])) - 1
+    number_of = number[np.searchsorted(ids, document)]
+    key = number * span + start
+    first = np.searchsorted(key, number_of * span + low, side="right") - 1
+    count = np.searchsorted(key, number_of * span + high - 1, side="right") - first
+    which = np.repeat(np.arange(len(document)), count)
+    piece = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
+    size = np.minimum(end[piece], high[which]) - np.maximum(start[piece], low[which])
+    np.add.at(out, (pieces[piece, PIECE_RANK], server[which]), size)
+    return out
+
+
+def bytes_sent(compiler: PlanCompiler, heads: Heads, phase: Phase) -> np.ndarray:
+    """Bytes that each rank sends in one phase of a compiled plan, dispatch and return together, int64 [num_ranks].
+
+    The runs of the compiled plan are counted, which are what travels.
+    """
+    q, kv = (_between(runs, len(compiler._home_rows)) for runs in (compiler._q_runs, compiler._kv_runs))
+    counted = Traffic(q, kv)
+    return counted.dispatch_bytes(heads, phase).sum(axis=1) + counted.return_bytes(heads, phase).sum(axis=1)
+
+
+def _between(runs: np.ndarray, num_ranks: int) -> np.ndarray:
+    """[home, server] rows of runs (server, home, home row, work row, rows) between different ranks."""
+    out = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    np.add.at(out, (runs[:, 1], runs[:, 0]), runs[:, 4])
+    np.fill_diagonal(out, 0)
+    return out

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on every rank of test_core_attention.py: random plans against dense attention of each document alone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
+from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
+from deepspeed_distca.attention_server.kernels import make_kernel
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.plan import PlanCompiler
+from tests.distributed.random_plans import random_layout, random_tasks
+
+
+def dense(q, k, v, spec: AttentionSpec):
+    """Softmax attention of one document [L, heads, dim] in float64, with an explicit mask."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    i = torch.arange(len(q))
+    mask = i[None, :] > i[:, None]
+    if spec.window is not None:
+        mask |= i[None, :] <= i[:, None] - spec.window
+    scores = scores.masked_fill(mask, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), torch.logsumexp(scores, -1)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Error relative to the norm; values are of order 1, and a gradient that is exactly zero counts as that small."""
+    floor = 0.01 * b.numel() ** 0.5
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(floor)) if b.numel() else 0.0
+
+
+def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
+    """The largest relative error of out, lse, dq, dk, dv over the cases, on this rank."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    exchange = PeerToPeerExchange(dist.group.WORLD)
+    kernel = make_kernel("reference")
+    worst = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 0.0)
+    for case in range(cases):
+        rng = np.random.default_rng((seed, case))
+        spec = AttentionSpec(
+            scale=float(rng.uniform(0.1, 0.5)),
+            window=None if rng.random() < 0.6 else int(rng.integers(1, 40)),
+            softcap=None if rng.random() < 0.7 else 5.0,
+        )
+        layout = random_layout(rng, world, documents=int(rng.integers(1, 7)), longest=int(rng.integers(1, 80)))
+        q_heads, kv_heads = [(4, 2), (2, 2), (3, 1)][int(rng.integers(3))]
+        dim, v_dim = [(8, 8), (16, 8)][int(rng.integers(2))]
+        plans = []
+        for _ in range(2):  # forward and backward follow different plans
+            tasks = random_tasks(rng, layout, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9])))
+            plans.append(ServerPlan(PlanCompiler(layout, tasks).rank(rank), lambda t: t.q_len * t.k_len))
+        plan = LayerPlan(*plans, exchange, local_first=bool(rng.random() < 0.5))
+        _one(layout, plan, spec, kernel, rank, (q_heads, kv_heads, dim, v_dim), rng, worst, getattr(torch, dtype))
+    dist.barrier()
+    return worst
+
+
+def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype) -> None:
+    q_heads, kv_heads, dim, v_dim = shape
+    generator = torch.Generator().manual_seed(int(rng.integers(1 << 31)))
+    lengths = {}
+    for _, document, start, length in layout.segments.tolist():
+        lengths[document] = max(lengths.get(document, 0), start + length)
+    make = lambda *s: torch.randn(*s, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
+    whole = {}
+    for document in sorted(lengths):
+        n = lengths[document]
+        tensors = [make(n, q_heads, dim), make(n, kv_heads, dim), make(n, kv_heads, v_dim)]
+        grads = [make(n, q_heads, v_dim), make(q_heads, n)]
+        leaves = [t.double().requires_grad_() for t in tensors]
+        out, lse = dense(*leaves, spec)
+        use_lse = document % 2 == 0  # lse's gradient is used in some documents only
+        loss = (out * grads[0].double()).sum() + ((lse * grads[1].double()).sum() if use_lse else 0.0)
+        expected = torch.autograd.grad(loss, leaves)
+        whole[document] = (tensors, grads, out, lse, expected, use_lse)
+
+    segments = layout.rank(rank)
+    rows = lambda pick: torch.cat([pick(d)[a : a + n] for d, a, n in segments])  # noqa: E731
+    empty = [(0, q_heads, dim), (0, kv_heads, dim), (0, kv_heads, v_dim)]
+    q, k, v = (
+        (rows(lambda d, i=i: whole[d][0][i]) if segments else torch.zeros(empty[i], dtype=dtype)).requires_grad_()
+        for i in range(3)
+    )
+    out, lse = core_attention(q, k, v, plan, spec, kernel)
+    use_lse = any(entry[5] for entry in whole.values())
+    dout = rows(lambda d: whole[d][1][0]) if segments else torch.zeros_like(out)
+    dlse = torch.zeros_like(lse)
+    row = 0
+    for d, a, n in segments:
+        if whole[d][5]:
+            dlse[:, row : row + n] = whole[d][1][1][:, a : a + n]
+        row += n
+    loss = (out * dout).sum() + ((lse * dlse).sum() if use_lse else 0.0)
+    loss.backward()
+    if segments:
+        expected = {
+            "out": rows(lambda d: whole[d][2]),
+            "lse": rows(lambda d: whole[d][3].t()).t(),
+            **{name: rows(lambda d, i=i: whole[d][4][i]) for i, name in enumerate(("dq", "dk", "dv"))},
+        }
+        got = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        for name, value in got.items():
+            assert torch.isfinite(value).all(), name
+            worst[name] = max(worst[name], relative(value, expected[name]))

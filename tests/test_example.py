@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example as a newcomer runs it: the `deepspeed` launcher, two CPU ranks, a few steps of a very small model."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = ROOT / "examples" / "hf_llama" / "train.py"
+LINE = re.compile(r"step (\d+)/\d+ loss (\d+\.\d+) tokens/s (\d+) balance (\d+\.\d+) -> (\d+\.\d+)")
+SMALL = [
+    "--hidden-size",
+    "64",
+    "--layers",
+    "2",
+    "--vocab-size",
+    "512",
+    "--documents",
+    "30",
+    "--tokens-per-rank",
+    "512",
+]
+
+# A run takes about ten seconds on two free cores.
+pytestmark = pytest.mark.timeout(240)
+
+
+class Step(NamedTuple):
+    loss: str  # as printed, so that equality is equality
+    tokens_per_second: int
+    balance_before: float
+    balance_after: float
+
+
+def launch(output: Path, *arguments: object, zero: int = 1) -> tuple[dict[int, Step], str]:
+    """Runs train.py over two ranks; the steps it reported and everything it printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_accelerators", "2"]
+    config = ROOT / "configs" / "ds_config" / f"zero{zero}.json"
+    command = [*launcher, "--master_port", str(port), str(TRAIN), "--deepspeed_config", str(config)]
+    command += [*SMALL, "--output-dir", str(output), *map(str, arguments)]
+    # Two CPU ranks even where there is a GPU: the machine may have only one.
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=output, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        printed, _ = process.communicate(timeout=110)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher passes it on to the ranks
+        printed, _ = process.communicate(timeout=30)
+        pytest.fail(f"no end after 110 s; printed:\n{printed[-4000:]}")
+    assert process.returncode == 0, printed[-6000:]
+    steps = {int(n): Step(loss, int(rate), float(b), float(a)) for n, loss, rate, b, a in LINE.findall(printed)}
+    return steps, printed
+
+
+def test_loss_falls_and_attention_is_balanced(tmp_path):
+    steps, printed = launch(tmp_path, "--steps", 8)
+    assert list(steps) == list(range(1, 9)), printed[-4000:]
+    losses = [float(step.loss) for step in steps.values()]
+    assert 5.5 < losses[0] < 7.0  # near log(512) = 6.24: nothing is learnt yet
+    assert min(losses[-3:]) < losses[0] - 0.5
+    assert all(step.tokens_per_second > 0 for step in steps.values())
+    assert all(1.0 <= step.balance_after <= step.balance_before + 0.005 for step in steps.values())
+    # The rows are documents of different lengths: some steps have something to balance, and are balanced.
+    uneven = [step for step in steps.values() if step.balance_before > 1.1]
+    assert uneven and all(step.balance_after < step.balance_before for step in uneven)
+
+
+@pytest.mark.parametrize(
+    ("zero", "arguments"),
+    [
+        (1, ["--bf16"]),
+        (3, ["--gradient-checkpointing", "non-reentrant"]),
+    ],
+)
+def test_save_and_resume_give_the_same_losses(tmp_path, zero, arguments):
+    arguments = [*arguments, "--gradient-accumulation-steps", 2, "--steps", 5]
+    whole, _ = launch(tmp_path, *arguments, "--save-every", 3, zero=zero)
+    assert (tmp_path / "latest").read_text() == "step3"
+    resumed, printed = launch(tmp_path, *arguments, "--resume", zero=zero)
+    assert list(resumed) == [4, 5], printed[-4000:]
+    assert [step.loss for step in resumed.values()] == [whole[n].loss for n in (4, 5)]
+    assert [step.balance_before for step in resumed.values()] == [whole[n].balance_before for n in (4, 5)]
+
+
+def test_a_pretrained_model_and_texts_of_ones_own(tmp_path):
+    sys.path.insert(0, str(TRAIN.parent))
+    try:
+        from tokenizer import load_tokenizer, train_tokenizer
+    finally:
+        sys.path.remove(str(TRAIN.parent))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for n in range(12):
+        (texts / f"{n}.txt").write_text(
+            f"Document {n} counts to {30 * n + 5}: " + " ".join(map(str, range(30 * n + 5)))
+        )
+    train_tokenizer([path.read_text() for path in sorted(texts.iterdir())], 400, tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = ["--model", tmp_path / "model", "--text-dir", texts, "--steps", 4]
+    steps, printed = launch(tmp_path, *arguments, zero=3)
+    assert list(steps) == [1, 2, 3, 4] and "12 documents" in printed
+    assert float(steps[4].loss) < float(steps[1].loss)

@@ -27,7 +27,7 @@ class DistCAConfig(DeepSpeedConfigModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     enabled: bool = True
-    """ Balance core attention over the data-parallel ranks. False leaves DeepSpeed untouched, like no block at all. """
+    """ Balance core attention over the data-parallel ranks. False leaves DeepSpeed untouched, as without the block. """
 
     tolerance: float = Field(0.02, ge=0.0, le=1.0, allow_inf_nan=False)
     """ The largest load may exceed the mean by this share (0.02 = 2 %) before work is moved, and after. """
@@ -76,9 +76,9 @@ def parse_config(block: Any) -> DistCAConfig:
     if isinstance(block, DistCAConfig):
         return block
     if not isinstance(block, Mapping):
-        raise DistCAConfigError(f"`{BLOCK}` must be a block of options like {{\"enabled\": true}}, got {block!r}")
+        raise DistCAConfigError(f'`{BLOCK}` must be a block of options like {{"enabled": true}}, got {block!r}')
     problems = [
-        f"`{BLOCK}.{key}` is \"auto\", which is not supported: leave the key out and it is chosen automatically"
+        f'`{BLOCK}.{key}` is "auto", which is not supported: leave the key out and it is chosen automatically'
         for key, value in block.items()
         if value == "auto"
     ]
@@ -101,5 +101,6 @@ def get_distca_config(param_dict: Mapping[str, Any]) -> DistCAConfig | None:
 def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"`{BLOCK}.{key}` is not an option (given: {item['input']!r}); options: {', '.join(DistCAConfig.model_fields)}"
+        options = ", ".join(DistCAConfig.model_fields)
+        return f"`{BLOCK}.{key}` is not an option (given: {item['input']!r}); options: {options}"
     return f"`{BLOCK}.{key}` was given {item['input']!r}; allowed: {item['msg'].removeprefix('Input should be ')}"

@@ -28,6 +28,7 @@ from deepspeed_distca.integrations.transformers import (
     DecoderHooks,
     Description,
     attention_modules,
+    attention_windows,
     find_decoder,
 )
 from deepspeed_distca.layout import Layout
@@ -89,7 +90,7 @@ class Runtime:
     def __init__(self, engine: DeepSpeedEngine, config: DistCAConfig) -> None:
         decoder = find_decoder(engine.module)
         modules = attention_modules(decoder)
-        windows = [getattr(m, "sliding_window", None) for m in modules]
+        windows = attention_windows(modules)
         heads = heads_of(decoder.config.get_text_config(), next(decoder.parameters()).dtype)
         cost = CostModel.fitted(heads)
         self.config = config
@@ -102,9 +103,7 @@ class Runtime:
                 f"`{BLOCK}.servers` was given {servers}; allowed: a divisor of the {len(mine)} data-parallel ranks"
             )
         server_groups = [g[i : i + servers] for g in rank_groups for i in range(0, len(g), servers)]
-        options = PlanOptions(
-            config.tolerance, config.granularity, config.min_shard_tokens, config.max_received_rows
-        )
+        options = PlanOptions(config.tolerance, config.granularity, config.min_shard_tokens, config.max_received_rows)
         self._groups = [exchange_group(server_groups, engine.device, timeout)]
         agreement = agreement_group(rank_groups, timeout)
         self._groups.append(agreement)
@@ -127,7 +126,7 @@ class Runtime:
             ranks=len(mine),
             step=lambda: engine.global_steps,
         )
-        self._hooks = DecoderHooks(decoder, modules, self, weight_loss=config.token_weighted_loss)
+        self._hooks = DecoderHooks(decoder, modules, windows, self, weight_loss=config.token_weighted_loss)
         log_dist(
             f"distca: {len(modules)} attention layers of {type(decoder).__name__} over {servers} attention servers "
             f"in {len(server_groups)} group(s), kernel {config.kernel or 'automatic'}, overlap "
@@ -159,10 +158,15 @@ class Runtime:
 def heads_of(config: Any, dtype: torch.dtype) -> Heads:
     """The attention heads that a HuggingFace decoder's configuration describes."""
     query = config.num_attention_heads
+    key_value = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // query
+    if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention: every head has its own keys
+        key_value, head_dim = query, config.qk_nope_head_dim + config.qk_rope_head_dim
     return Heads(
         query=query,
-        key_value=getattr(config, "num_key_value_heads", None) or query,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // query,
+        key_value=key_value or query,
+        head_dim=head_dim,
+        value_dim=getattr(config, "v_head_dim", None),
         element_size=dtype.itemsize,
     )
 
@@ -187,4 +191,3 @@ def _data_parallel_groups(engine: DeepSpeedEngine) -> list[list[int]]:
     dist.all_gather(gathered, mine)
     rows = torch.stack(gathered).cpu().tolist()
     return [list(g) for g in sorted({tuple(r for r in row if r >= 0) for row in rows})]
-

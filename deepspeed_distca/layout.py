@@ -183,9 +183,9 @@ class Layout:
     @property
     def tokens(self) -> np.ndarray:
         """Tokens stored on each rank, int64 [num_ranks]."""
-        return np.bincount(
-            self.segments[:, RANK], weights=self.segments[:, LENGTH], minlength=self.num_ranks
-        ).astype(np.int64)
+        return np.bincount(self.segments[:, RANK], weights=self.segments[:, LENGTH], minlength=self.num_ranks).astype(
+            np.int64
+        )
 
     @property
     def rows(self) -> np.ndarray:

@@ -68,16 +68,17 @@ def launch(output: Path, *arguments: object, zero: int = 1) -> tuple[dict[int, S
 
 
 def test_loss_falls_and_attention_is_balanced(tmp_path):
-    steps, printed = launch(tmp_path, "--steps", 8)
-    assert list(steps) == list(range(1, 9)), printed[-4000:]
+    larger = ["--vocab-size", 4096, "--tokens-per-rank", 4096, "--documents", 150]
+    steps, printed = launch(tmp_path, *larger, "--steps", 12)
+    assert list(steps) == list(range(1, 13)), printed[-4000:]
     losses = [float(step.loss) for step in steps.values()]
-    assert 5.5 < losses[0] < 7.0  # near log(512) = 6.24: nothing is learnt yet
-    assert min(losses[-3:]) < losses[0] - 0.5
+    assert 8.0 < losses[0] < 8.8  # near log(4096) = 8.32: nothing is learnt yet
+    assert sum(losses[-3:]) / 3 < losses[0] - 0.3
     assert all(step.tokens_per_second > 0 for step in steps.values())
     assert all(1.0 <= step.balance_after <= step.balance_before + 0.005 for step in steps.values())
     # The rows are documents of different lengths: some steps have something to balance, and are balanced.
     uneven = [step for step in steps.values() if step.balance_before > 1.1]
-    assert uneven and all(step.balance_after < step.balance_before for step in uneven)
+    assert uneven and all(step.balance_after < 1.05 for step in uneven), printed[-4000:]
 
 
 @pytest.mark.parametrize(
@@ -114,9 +115,9 @@ def test_a_pretrained_model_and_texts_of_ones_own(tmp_path):
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes))
-    model.save_pretrained(tmp_path / "model")
+    model.bfloat16().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    arguments = ["--model", tmp_path / "model", "--text-dir", texts, "--steps", 4]
+    arguments = ["--model", tmp_path / "model", "--text-dir", texts, "--steps", 4, "--bf16"]
     steps, printed = launch(tmp_path, *arguments, zero=3)
     assert list(steps) == [1, 2, 3, 4] and "12 documents" in printed
     assert float(steps[4].loss) < float(steps[1].loss)

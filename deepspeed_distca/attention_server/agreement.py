@@ -108,9 +108,7 @@ class Agreement:
         else:
             layout = Layout.from_lengths(self._lengths(gathered, lengths)[group])
         steps = gathered[:, 4]
-        return GlobalMicroBatch(
-            layout, int(gathered[:, 3].sum()), None if (steps < 0).any() else int(steps.sum())
-        )
+        return GlobalMicroBatch(layout, int(gathered[:, 3].sum()), None if (steps < 0).any() else int(steps.sum()))
 
     def same(self, digest: int, what: str) -> None:
         """Collective. Raises AgreementError on every rank unless all have the same digest."""
@@ -175,8 +173,8 @@ class Agreement:
         except RuntimeError as error:
             raise AgreementError(
                 "a rank did not come to this micro-batch in time. Every rank must run the same number of training "
-                "micro-batches (an empty one where it has no documents); look for an earlier error on another rank, or "
-                f"raise `distca.timeout_seconds` if a rank is only slow ({error})"
+                "micro-batches (an empty one where it has no documents); look for an earlier error on another rank, "
+                f"or raise `distca.timeout_seconds` if a rank is only slow ({error})"
             ) from error
         return torch.stack(out).numpy()
 

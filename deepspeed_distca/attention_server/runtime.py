@@ -128,7 +128,9 @@ class AttentionServer:
             )
         plans = {}
         for window in self._layers:
-            part = ServerPlan(PlanCompiler(layout, home_tasks(layout, window)).rank(0), self._cost_of("forward", window))
+            part = ServerPlan(
+                PlanCompiler(layout, home_tasks(layout, window)).rank(0), self._cost_of("forward", window)
+            )
             plans[window] = LayerPlan(part, part, self._exchange, self._local_first)
         return MicroBatchPlan(self, plans)
 

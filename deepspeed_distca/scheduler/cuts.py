@@ -32,6 +32,16 @@ class Cuts:
             )
         return self._terms(start, end, key_start(start, self._window), self._window)
 
+    def limits(self, start: int, end: int, shard: int) -> tuple[int, int]:
+        """The first and the last place where [start, end) may be cut into parts of at least `shard` rows; the first
+        is beyond the last where there is none."""
+        granularity = self._granularity
+        return -(-(start + shard) // granularity) * granularity, (end - shard) // granularity * granularity
+
+    def last_granule(self, start: int, end: int) -> int:
+        """Cost of the last granule's number of queries of [start, end)."""
+        return self.cost(max(start, end - self._granularity), end)
+
     def joined(self, border: int) -> int:
         """How much less two tasks cost that meet at `border` when they are computed as one: its keys are read once."""
         return self._key * (border - key_start(border, self._window)) + self._task
@@ -53,9 +63,7 @@ class Cuts:
         if self._window is not None:
             over = self._search(start, end, lambda x: self.cost(x, end) > budget)
             return over + self._granularity
-        level = (
-            self._pair * (end * (end + 1) // 2) + self._query * end + self._key * end + self._task - budget
-        )
+        level = self._pair * (end * (end + 1) // 2) + self._query * end + self._key * end + self._task - budget
         if level <= 0:
             return 0
         root = isqrt(self._tail * self._tail + 8 * self._pair * level - 1) + 1

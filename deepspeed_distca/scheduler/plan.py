@@ -2,9 +2,9 @@
 """From CA-tasks to what one rank does: the rows it sends, receives and keeps, and the row ranges it computes.
 
 A rank's own rows are its *home* buffers (q, k, v in storage order). Tasks whose queries and keys lie side by side in
-them run there, in place. All other tasks of a server run in its *workspace*: one query buffer and one key/value buffer,
-ordered by (document, position), into which rows are received without a detour, or copied where they are the server's
-own. Each key/value row a server needs is in its workspace once, however many tasks read it.
+them run there, in place. All other tasks of a server run in its *workspace*: one query buffer and one key/value
+buffer, ordered by (document, position), into which rows are received without a detour, or copied where they are the
+server's own. Each key/value row a server needs is in its workspace once, however many tasks read it.
 
 Rows travel in runs: contiguous at home and in the workspace alike. Sender and receiver list the runs between them in
 the same order, so that messages need no headers. Everything here is a pure function of (layout, tasks), in int64.
@@ -154,7 +154,11 @@ class PlanCompiler:
         if phase == "forward":
             q_out, q_back, kv_back = heads.q_bytes, heads.return_bytes, 0
         else:
-            q_out, q_back, kv_back = heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes, heads.q_bytes, heads.kv_bytes
+            q_out, q_back, kv_back = (
+                heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes,
+                heads.q_bytes,
+                heads.kv_bytes,
+            )
         sent = np.zeros(self._layout.num_ranks, dtype=np.int64)
         for runs, out, back in ((self._q_runs, q_out, q_back), (self._kv_runs, heads.kv_bytes, kv_back)):
             server, home, rows = runs[runs[:, 0] != runs[:, 1]][:, [0, 1, 4]].T
@@ -222,7 +226,8 @@ class _SegmentIndex:
         return np.searchsorted(self._key, document * self._span + position, side="right") - 1
 
     def pieces(self, document: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Cuts ranges [lo, hi) at segment borders: (index of the range, rank, row there, offset in the range, rows)."""
+        """Cuts ranges [lo, hi) at segment borders: (index of the range, rank, row there, offset in the range, rows), one
+        entry a piece."""
         first = self.find(document, lo)
         count = self.find(document, hi - 1) - first + 1
         which = np.repeat(np.arange(len(lo)), count)

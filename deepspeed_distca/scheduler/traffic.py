@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from deepspeed_distca.scheduler.tasks import (
     home_pieces,
 )
 
-if TYPE_CHECKING:
-    from deepspeed_distca.scheduler.plan import PlanCompiler
-
 
 class Traffic(NamedTuple):
     """Rows between ranks in one phase, int64 [num_ranks, num_ranks], first index the home, second the server.
@@ -43,7 +40,7 @@ class Traffic(NamedTuple):
         return self.q_rows * q + self.kv_rows * heads.kv_bytes
 
     def return_bytes(self, heads: Heads, phase: Phase = "forward") -> np.ndarray:
-        """[sender, receiver] bytes on the way back, from the server to the home: out and lse; in backward dq, dk, dv."""
+        """[sender, receiver] bytes on the way back, from servers to homes: out and lse; in backward dq, dk, dv."""
         if phase == "forward":
             return (self.q_rows * heads.return_bytes).T
         return (self.q_rows * heads.q_bytes + self.kv_rows * heads.kv_bytes).T
@@ -86,8 +83,17 @@ def _by_home(
 ) -> np.ndarray:
     """Rows of ranges [low, high) by the rank that stores them and the server that needs them."""
     out = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    which, piece, size = _overlaps(pieces, document, low, high)
+    np.add.at(out, (pieces[piece, PIECE_RANK], server[which]), size)
+    return out
+
+
+def _overlaps(
+    pieces: np.ndarray, document: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts ranges [low, high) at the borders of pieces: the index of the range, that of the piece, and rows, by part."""
     if not len(document):
-        return out
+        return (np.zeros(0, dtype=np.int64),) * 3
     span = int(pieces[:, PIECE_END].max()) + 1
     ids, start, end = pieces[:, PIECE_DOCUMENT], pieces[:, PIECE_START], pieces[:, PIECE_END]
     # Documents by number, not id: ids may be as large as they like.
@@ -98,24 +104,14 @@ def _by_home(
     count = np.searchsorted(key, number_of * span + high - 1, side="right") - first
     which = np.repeat(np.arange(len(document)), count)
     piece = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
-    size = np.minimum(end[piece], high[which]) - np.maximum(start[piece], low[which])
-    np.add.at(out, (pieces[piece, PIECE_RANK], server[which]), size)
-    return out
+    return which, piece, np.minimum(end[piece], high[which]) - np.maximum(start[piece], low[which])
 
 
-def bytes_sent(compiler: PlanCompiler, heads: Heads, phase: Phase) -> np.ndarray:
-    """Bytes that each rank sends in one phase of a compiled plan, dispatch and return together, int64 [num_ranks].
-
-    The runs of the compiled plan are counted, which are what travels.
-    """
-    q, kv = (_between(runs, len(compiler._home_rows)) for runs in (compiler._q_runs, compiler._kv_runs))
-    counted = Traffic(q, kv)
-    return counted.dispatch_bytes(heads, phase).sum(axis=1) + counted.return_bytes(heads, phase).sum(axis=1)
-
-
-def _between(runs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """[home, server] rows of runs (server, home, home row, work row, rows) between different ranks."""
-    out = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-    np.add.at(out, (runs[:, 1], runs[:, 0]), runs[:, 4])
-    np.fill_diagonal(out, 0)
-    return out
+def homes_of(layout: Layout, rows: np.ndarray) -> list[list[int]]:
+    """The ranks that store the query rows of each task of `rows` (``Tasks.rows``), ascending."""
+    pieces = home_pieces(layout)
+    which, piece, _ = _overlaps(pieces, rows[:, TASK_DOCUMENT], rows[:, Q_START], rows[:, Q_END])
+    homes: list[set[int]] = [set() for _ in range(len(rows))]
+    for task, rank in zip(which.tolist(), pieces[piece, PIECE_RANK].tolist(), strict=True):
+        homes[task].add(rank)
+    return [sorted(ranks) for ranks in homes]

@@ -35,7 +35,7 @@ def parse_args() -> argparse.Namespace:
     model = parser.add_argument_group("model")
     model.add_argument("--model", help="name or folder of a HuggingFace model; left out: a small Llama from scratch")
     model.add_argument("--hidden-size", type=int, default=128)
-    model.add_argument("--layers", type=int, default=4)
+    model.add_argument("--layers", type=int, default=2)
     model.add_argument("--heads", type=int, default=4)
     model.add_argument("--kv-heads", type=int, default=2)
     model.add_argument("--vocab-size", type=int, default=4096)
@@ -43,13 +43,13 @@ def parse_args() -> argparse.Namespace:
     data = parser.add_argument_group("data")
     data.add_argument("--text-dir", help="folder of text files, one document each; left out: the standard library")
     data.add_argument("--documents", type=int, default=300, help="how many files to read at most")
-    data.add_argument("--tokens-per-rank", type=int, default=4096, help="tokens of a packed row")
+    data.add_argument("--tokens-per-rank", type=int, default=8192, help="tokens of a packed row")
     data.add_argument("--overflow", choices=["split", "drop", "error"], default="split", help="of longer documents")
     train = parser.add_argument_group("training")
     train.add_argument("--steps", type=int, default=20)
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--gradient-accumulation-steps", type=int, help="left out: what the DeepSpeed config says")
-    train.add_argument("--bf16", action="store_true")
+    train.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="left out: on GPUs yes, on CPUs no")
     train.add_argument("--output-dir", type=Path, default=Path("output/hf_llama"), help="tokenizer and checkpoints")
     train.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
     train.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --output-dir")
@@ -65,12 +65,8 @@ def main() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
-    config = json.loads(Path(args.deepspeed_config).read_text())
-    if args.gradient_accumulation_steps is not None:
-        config["gradient_accumulation_steps"] = args.gradient_accumulation_steps
-    if args.bf16:
-        config["bf16"] = {"enabled": True}
-    accumulation = config.get("gradient_accumulation_steps", 1)
+    config = load_config(args)
+    accumulation = config["gradient_accumulation_steps"]
 
     # Text -> token ids of each document -> rows of documents that fill the token budget.
     texts = load_texts(args.text_dir, args.documents, args.seed)
@@ -96,7 +92,7 @@ def main() -> None:
         len(rows),
         rank=rank,
         num_ranks=num_ranks,
-        micro_batches=(args.steps - first_step) * accumulation,
+        micro_batches=max(0, args.steps - first_step) * accumulation,
         seed=args.seed,
         start=rows_read,
     )
@@ -136,6 +132,19 @@ def start_processes() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
+def load_config(args: argparse.Namespace) -> dict:
+    """The DeepSpeed config with what the command line says otherwise."""
+    config = json.loads(Path(args.deepspeed_config).read_text())
+    config.setdefault("gradient_accumulation_steps", 1)
+    if args.gradient_accumulation_steps is not None:
+        config["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    if args.bf16 is not None:
+        config["bf16"] = {"enabled": args.bf16}
+    elif "fp16" not in config:
+        config.setdefault("bf16", {"enabled": torch.cuda.is_available()})
+    return config
+
+
 def make_tokenizer(args: argparse.Namespace, texts: list[str]):
     """The model's own tokenizer, or one trained on the texts by the first rank and kept in --output-dir."""
     if args.model:
@@ -152,7 +161,8 @@ def make_model(args: argparse.Namespace, config: dict, vocab_size: int):
     if args.model:
         # While this object lives, from_pretrained splits the weights over the ranks as it reads them (ZeRO-3).
         zero3 = HfDeepSpeedConfig(config)
-        model = AutoModelForCausalLM.from_pretrained(args.model)
+        # DeepSpeed converts to the config's precision; without one it expects fp32, whatever the checkpoint holds.
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
         del zero3
     else:
         model = LlamaForCausalLM(

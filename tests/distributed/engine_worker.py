@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+
 import deepspeed
 import numpy as np
 import torch
@@ -128,3 +130,159 @@ def train_once(
 def train_cases(cases: list[dict]) -> list[dict]:
     deepspeed.init_distributed("gloo")
     return [train_once(**case) for case in cases]
+
+
+def train_grouped(lengths: list[list[int]], servers: int) -> dict:
+    """One step over groups of servers, through the collator; errors against the documents run alone."""
+    deepspeed.init_distributed("gloo")
+    rng = np.random.default_rng(0)
+    documents = [[rng.integers(0, VOCABULARY, size=n).tolist() for n in row] for row in lengths]
+    flat = {i: d for i, d in enumerate(d for row in documents for d in row)}
+    expected_loss, expected = reference(tiny_llama(), [flat])
+    engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, {"servers": servers, "granularity": 8}))
+    features = [{"input_ids": d} for d in documents[dist.get_rank()]]
+    loss = engine(**deepspeed_distca.PackedSequenceCollator()(features)).loss
+    engine.backward(loss)
+    gradients = full_gradients(engine)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    errors = [float((gradients[n] - g).norm() / g.norm().clamp_min(1e-6)) for n, g in expected.items()]
+    return {
+        "loss": float(total) / dist.get_world_size(),
+        "expected": expected_loss,
+        "gradient_error": max(errors),
+        "servers": len(engine.distca.stats.predicted_server_seconds),
+    }
+
+
+def loss_curves(steps: int) -> dict:
+    """Losses of the same training with the plugin and without it (sdpa over the packed row, use_cache off)."""
+    deepspeed.init_distributed("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    curves = {}
+    for name, block in (("plugin", {"granularity": 16}), ("plain", None)):
+        engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, block, lr=3e-3))
+        losses = []
+        for step in range(steps):
+            rng = np.random.default_rng(step % 5)
+            # Ranks have equally many targets, so that the mean over ranks is the token mean without the plugin too.
+            lengths = [[61], [10, 30, 22]] if step % 2 else [[31, 31], [62]]
+            rows = [[rng.integers(0, VOCABULARY, size=n) for n in row] for row in lengths]
+            targets = [sum(len(d) - 1 for d in row) for row in rows]
+            batch = deepspeed_distca.PackedSequenceCollator()([{"input_ids": d} for d in rows[rank]])
+            if block is None:
+                batch["num_items_in_batch"] = sum(targets) / world
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(float(total) / world)
+        curves[name] = losses
+    return curves
+
+
+def _engine(block: dict | None, **options):
+    deepspeed.init_distributed("gloo")
+    return deepspeed.initialize(model=tiny_llama(**options), config=ds_config(0, 1, block))[0]
+
+
+def _batch(*lengths: int, seed: int = 0) -> dict:
+    rng = np.random.default_rng(seed)
+    features = [{"input_ids": rng.integers(0, VOCABULARY, size=n)} for n in lengths]
+    return deepspeed_distca.PackedSequenceCollator()(features)
+
+
+def bad_input() -> dict:
+    """Rank 0 gives 3-D position ids; both ranks must hear of it, and go on with the next micro-batch."""
+    engine = _engine({})
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+    if dist.get_rank() == 0:
+        batch["position_ids"] = torch.zeros(3, 1, 8, dtype=torch.int64)
+    try:
+        engine(**batch)
+        error = ""
+    except (ValueError, RuntimeError) as raised:
+        error = str(raised)
+    return {"error": error, "afterwards": float(engine(**_batch(9, 4)).loss.detach())}
+
+
+def missing_rank() -> dict:
+    """Rank 1 runs no micro-batch."""
+    engine = _engine({"timeout_seconds": 5.0})
+    error = ""
+    if dist.get_rank() == 0:
+        try:
+            engine(**_batch(9, 4))
+        except RuntimeError as raised:
+            error = str(raised)
+    else:
+        time.sleep(15)  # there, but not coming
+    return {"error": error}
+
+
+def different_options() -> dict:
+    """Rank 1 has another tolerance."""
+    engine = _engine({"tolerance": 0.1 * (1 + dist.get_rank())})
+    try:
+        engine(**_batch(9, 4))
+        return {"error": ""}
+    except RuntimeError as raised:
+        return {"error": str(raised)}
+
+
+def on_and_off() -> dict:
+    """What the block switches, and what is left after detach() and uninstall()."""
+    original = deepspeed.initialize
+    found = {
+        "absent": hasattr(_engine(None), "distca"),
+        "disabled": hasattr(_engine({"enabled": False}), "distca"),
+    }
+    engine = _engine({})
+    found["enabled"] = hasattr(engine, "distca")
+    engine(**_batch(9, 4))
+    before = engine.module.config._attn_implementation
+    engine.distca.detach()
+    after = engine.module.config._attn_implementation
+    assert before == "distca"
+    hooks = len(engine.module._forward_pre_hooks) + len(engine.module._forward_hooks)
+    deepspeed_distca.uninstall()
+    uninstalled = deepspeed.initialize is not original and not hasattr(deepspeed.initialize, "_distca_original")
+    deepspeed_distca.install()
+    deepspeed_distca.install()
+    again = deepspeed.initialize._distca_original
+    return {
+        **found,
+        "detached_implementation": after,
+        "hooks_left": hooks,
+        "uninstalled": uninstalled,
+        "installed_again": hasattr(deepspeed.initialize, "_distca_original") and not hasattr(again, "_distca_original"),
+    }
+
+
+def evaluation() -> dict:
+    """Evaluation and generation after a training step, against the plain model."""
+    engine = _engine({})
+    plain = tiny_llama()
+    engine(**_batch(21, 4))  # a planned forward first: the model's attention must come back afterwards
+    engine.eval()
+    plain.eval()
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (2, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        padded = engine(input_ids=ids, attention_mask=mask).logits - plain(input_ids=ids, attention_mask=mask).logits
+        packed_error = 0.0
+        if dist.get_rank() == 0:  # ranks evaluate different numbers of batches
+            batch = _batch(17, 1, 30, seed=3)
+            logits = engine(**batch).logits[0]
+            row = 0
+            for n in (17, 1, 30):
+                alone = plain(input_ids=batch["input_ids"][:, row : row + n], use_cache=False).logits[0]
+                packed_error = max(packed_error, float((logits[row : row + n] - alone).norm() / alone.norm()))
+                row += n
+        settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+        same = torch.equal(engine.module.generate(ids, **settings), plain.generate(ids, **settings))
+    return {"generated_same": same, "padded_error": float(padded[mask.bool()].norm()), "packed_error": packed_error}

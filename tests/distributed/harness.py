@@ -17,13 +17,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_ranks(function: str, world: int, *, timeout: float = 120.0, threads: int = 1, **arguments: Any) -> list[Any]:
+def run_ranks(
+    function: str, world: int, *, timeout: float = 120.0, threads: int = 1, accelerator: str = "cpu", **arguments: Any
+) -> list[Any]:
     """Calls ``function(**arguments)`` on every rank of a fresh process group.
 
     Args:
         function: "module:name", importable from the repository's root; it returns something JSON can hold.
         world: number of processes.
         timeout: seconds after which all of them are killed and the test fails.
+        threads: of each process.
+        accelerator: "cpu" or "cuda", DeepSpeed's name for the device.
         arguments: JSON values.
 
     Returns:
@@ -46,7 +50,7 @@ def run_ranks(function: str, world: int, *, timeout: float = 120.0, threads: int
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": str(threads),
-                "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
+                "DS_ACCELERATOR": accelerator,
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             }
             environment.pop("LOCAL_SIZE", None)  # DeepSpeed's shared-memory buffers of 69 MB a rank

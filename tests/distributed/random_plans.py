@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from deepspeed_distca.layout import Layout, Segment
@@ -16,7 +18,7 @@ def random_layout(rng: np.random.Generator, ranks: int, documents: int, longest:
         cuts = [0, length]
         if rng.random() < 0.4:
             cuts = sorted({0, length, *rng.integers(0, length + 1, size=2).tolist()})
-        for a, b in zip(cuts, cuts[1:], strict=False):
+        for a, b in itertools.pairwise(cuts):
             pieces[int(rng.integers(ranks))].append(Segment(document, a, b - a))
     for row in pieces:
         rng.shuffle(row)
@@ -30,7 +32,7 @@ def random_tasks(rng: np.random.Generator, layout: Layout, window: int | None, s
         for document, start, length in layout.rank(rank):
             end = start + length
             cuts = sorted({start, end, *rng.integers(start, end + 1, size=int(rng.integers(0, 3))).tolist()})
-            for a, b in zip(cuts, cuts[1:], strict=False):
+            for a, b in itertools.pairwise(cuts):
                 server = rank if rng.random() < stay else int(rng.integers(layout.num_ranks))
                 rows.append((document, a, b, 0 if window is None else max(0, a - window + 1), server))
     return np.array(rows, dtype=np.int64).reshape(-1, 5)

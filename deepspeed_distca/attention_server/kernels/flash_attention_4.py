@@ -75,6 +75,11 @@ class FlashAttention4Kernel:
                 f"{self.name}: head dimensions ({head_dim}, {v_head_dim}); on Hopper its backward is trusted up to "
                 "192 only. Use 'flash_attn_3', 'flash_attn_2' or 'torch_varlen'"
             )
+        if major == 9 and head_dim != v_head_dim and q_heads != kv_heads:
+            raise KernelError(
+                f"{self.name}: head dimensions ({head_dim}, {v_head_dim}) with {q_heads} query and {kv_heads} key/value "
+                "heads; on Hopper its grouped-query backward needs equal head dimensions. Use 'torch_varlen'"
+            )
         if major != 9 and widest > 128 and (head_dim, v_head_dim) not in ((192, 128), (256, 256)):
             raise KernelError(
                 f"{self.name}: head dimensions ({head_dim}, {v_head_dim}); on Blackwell it takes up to 128, "

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``ds_distca``; also ``python -m deepspeed_distca.cli``.
+
+Exit status 0: done. 2: the command line or its input is wrong, which one line on stderr explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+_MESSAGE_LENGTH = 400
+_TABLE_ROWS = 64
+
+
+class UsageError(Exception):
+    """The command line or its input is wrong; the message says what was given and what is allowed."""
+
+
+class Command(NamedTuple):
+    """A subcommand: its arguments, and what runs it and returns the exit status.
+
+    `run` imports what it needs itself, so that a command does not pay for, or fail by, what others need.
+    """
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line, or `argv` in its place, and returns the exit status."""
+    parser = _Parser(prog="ds_distca", description="Tools for core attention disaggregation.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for name, command in COMMANDS.items():
+        command.add_arguments(subparsers.add_parser(name, help=command.help, description=command.help))
+    try:
+        arguments = parser.parse_args(argv)
+        return COMMANDS[arguments.command].run(arguments)
+    except UsageError as error:
+        message = " ".join(str(error).split())
+        if len(message) > _MESSAGE_LENGTH:
+            message = message[: _MESSAGE_LENGTH - 4] + " ..."
+        print(f"ds_distca: error: {message}", file=sys.stderr)
+        return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # argparse would print the usage as well; one line says what is wrong, --help says the rest.
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+# -- plan -------------------------------------------------------------------------------------------------------------
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layout",
+        required=True,
+        metavar="FILE",
+        help='JSON {"ranks": [[{"document", "start", "length"}, ...], ...], '
+        '"heads": {"query", "key_value", "head_dim"}}, in storage order; - reads it from stdin',
+    )
+    parser.add_argument("--tolerance", type=float, default=0.02, help="allowed excess over the mean load (0.02)")
+    parser.add_argument("--cost", choices=("model", "area"), default="model", help="what is balanced: predicted time, "
+                        "or query-key pairs alone")  # fmt: skip
+    parser.add_argument("--phase", choices=("forward", "backward"), default="forward")
+    parser.add_argument("--window", type=int, help="keys a query sees, its own included (all)")
+    parser.add_argument("--granularity", type=int, default=128, help="cuts lie at multiples of it (128)")
+    parser.add_argument("--min-shard-tokens", type=int, help="query rows below which nothing is cut (a granule)")
+    parser.add_argument("--max-received-rows", type=int, help="cap on query + key/value rows a server receives (none)")
+    parser.add_argument("--server-weights", metavar="W,W,...", help="relative speeds of the servers, integers (equal)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from deepspeed_distca.scheduler.balance import balance
+    from deepspeed_distca.scheduler.cost_model import CostModel
+    from deepspeed_distca.scheduler.digest import digest
+    from deepspeed_distca.scheduler.traffic import homes_of, traffic
+
+    layout, heads = _read_layout(arguments.layout)
+    cost = CostModel.area(heads) if arguments.cost == "area" else CostModel.fitted(heads)
+    try:
+        start = time.perf_counter()
+        tasks = balance(
+            layout,
+            cost,
+            phase=arguments.phase,
+            tolerance=arguments.tolerance,
+            min_shard_tokens=arguments.min_shard_tokens,
+            granularity=arguments.granularity,
+            window=arguments.window,
+            server_weights=_weights(arguments.server_weights),
+            max_received_rows=arguments.max_received_rows,
+        )
+        milliseconds = (time.perf_counter() - start) * 1e3
+    except (ValueError, OverflowError) as error:
+        raise UsageError(str(error)) from error
+    moved = traffic(layout, tasks)
+    columns = ("document", "q_start", "q_end", "k_start", "server")
+    report = {
+        "tasks": [
+            dict(zip(columns, row, strict=True), home=home)
+            for row, home in zip(tasks.rows.tolist(), homes_of(layout, tasks.rows), strict=True)
+        ],
+        "load_before": cost.seconds(tasks.loads_before).tolist(),
+        "load_after": cost.seconds(tasks.loads).tolist(),
+        "balance_before": tasks.balance_before,
+        "balance_after": tasks.balance,
+        "bytes": moved.dispatch_bytes(heads, arguments.phase).tolist(),
+        "bytes_return": moved.return_bytes(heads, arguments.phase).tolist(),
+        "digest": digest(layout, tasks, phase=arguments.phase, window=arguments.window).hex,
+        "milliseconds": milliseconds,
+    }
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        _print_plan(report)
+    return 0
+
+
+def _read_layout(source: str) -> tuple[Any, Any]:
+    """The layout and heads of a JSON file, or of stdin for "-"."""
+    from deepspeed_distca.layout import Layout
+    from deepspeed_distca.scheduler.heads import Heads
+
+    where = "stdin" if source == "-" else source
+    try:
+        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+        given = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
+    except OSError as error:
+        raise UsageError(f"{where}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: not valid JSON: {error}") from error
+    needed = {"ranks", "heads"}
+    if not isinstance(given, dict):
+        raise UsageError(f"{where}: expected a JSON object with the keys ranks and heads, got {type(given).__name__}")
+    for problem, keys in (("missing", needed - set(given)), ("unknown", set(given) - needed)):
+        if keys:
+            raise UsageError(f"{where}: {problem} keys {', '.join(map(repr, sorted(keys)))}; expected ranks and heads")
+    if not isinstance(given["ranks"], list):
+        raise UsageError(f"{where}: ranks must be a list with a list of segments for each rank")
+    for rank, segments in enumerate(given["ranks"]):
+        for index, segment in enumerate(segments if isinstance(segments, list) else ()):
+            if not isinstance(segment, dict):
+                raise UsageError(
+                    f"{where}: rank {rank}, segment {index}: expected an object with the keys document, start and "
+                    f"length, got {segment!r}"
+                )
+    try:
+        return Layout.from_ranks(given["ranks"]).validate(), Heads.from_dict(given["heads"])
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError(f"a key is repeated in {[key for key, _ in pairs]}")
+    return out
+
+
+def _weights(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--server-weights must be integers with commas between them, got {text!r}") from error
+
+
+def _print_plan(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    servers = len(report["load_after"])
+    table = Table(title=f"{len(report['tasks'])} CA-tasks on {servers} servers")
+    for name in ("server", "before ms", "after ms", "tasks", "moved in", "sent MiB", "received MiB"):
+        table.add_column(name, justify="right")
+    tasks, moved_in = [0] * servers, [0] * servers
+    for task in report["tasks"]:
+        tasks[task["server"]] += 1
+        moved_in[task["server"]] += task["home"] != [task["server"]]
+    flows = report["bytes"], report["bytes_return"]
+    sent = [sum(sum(flow[server]) for flow in flows) / 2**20 for server in range(servers)]
+    received = [sum(sum(row[server] for row in flow) for flow in flows) / 2**20 for server in range(servers)]
+    for server in range(min(servers, _TABLE_ROWS)):
+        table.add_row(
+            str(server),
+            f"{report['load_before'][server] * 1e3:.3f}",
+            f"{report['load_after'][server] * 1e3:.3f}",
+            str(tasks[server]),
+            str(moved_in[server]),
+            f"{sent[server]:.2f}",
+            f"{received[server]:.2f}",
+        )
+    console = Console()
+    console.print(table)
+    if servers > _TABLE_ROWS:
+        console.print(f"... and {servers - _TABLE_ROWS} more servers; --json has all of them")
+    console.print(
+        f"balance {report['balance_before']:.4f} -> {report['balance_after']:.4f}   planned in "
+        f"{report['milliseconds']:.2f} ms   digest {report['digest']}",
+        highlight=False,
+    )
+    console.print(
+        f"sent and received, dispatch and return: mean {sum(sent) / servers:.2f} MiB, "
+        f"worst {max(*sent, *received, 0):.2f} MiB a rank",
+        highlight=False,
+    )
+
+
+COMMANDS: dict[str, Command] = {
+    "plan": Command("Balance the core attention of a layout.", _plan_arguments, _plan),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

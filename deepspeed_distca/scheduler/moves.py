@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moving query ranges from overloaded servers to others: the state and the choices of one balancing run.
+
+See ``balance`` for what is reached and why moves are chosen as they are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush, nsmallest
+from typing import NamedTuple
+
+import numpy as np
+
+from deepspeed_distca.scheduler.cuts import Cuts
+from deepspeed_distca.scheduler.holdings import Holdings
+from deepspeed_distca.scheduler.shares import Shares
+from deepspeed_distca.scheduler.tasks import PIECE_RANK
+
+#: How many of a rank's largest pieces are looked at for each move. Smaller ones carry less work per byte.
+_LOOK_AT = 6
+
+#: Whole pieces are moved without a look at alternatives while surplus and room hold at least so many of the largest.
+_MANY = 32
+
+#: How many of the servers that have a document's keys, the least loaded ones, may take one more shard of it.
+_HOLDERS = 4
+
+#: Rounds of levelling for each rank, after which the remaining imbalance stays: a guard, far above what is needed.
+_LEVELLING = 8
+
+
+class Piece(NamedTuple):
+    """Queries [start, end) of a document that their home still computes; pieces sort by cost."""
+
+    cost: int
+    document: int
+    start: int
+    end: int
+
+
+class Move(NamedTuple):
+    """Queries [start, end) of a piece to a server; moves sort by what they cost, then by place.
+
+    Attributes:
+        score: what is compared first: less is better.
+        relief, cost: by how much the giver's load falls and the server's rises.
+        rows: query and key/value rows that the server will receive.
+    """
+
+    score: object
+    server: int
+    minus_end: int
+    minus_start: int
+    piece: Piece
+    relief: int
+    cost: int
+    rows: int
+
+    @property
+    def start(self) -> int:
+        return -self.minus_start
+
+    @property
+    def end(self) -> int:
+        return -self.minus_end
+
+
+class Moves:
+    """What every server still computes of its own, and what was moved where.
+
+    Neither document ids nor the order of segments within a rank matter: documents go by their numbers in Holdings.
+    """
+
+    def __init__(
+        self,
+        *,
+        pieces: np.ndarray,
+        costs: np.ndarray,
+        loads: list[int],
+        shares: Shares,
+        cuts: Cuts,
+        holdings: Holdings,
+        shard: int,
+        row_costs: tuple[int, int],
+        max_received_rows: int | None,
+        received_rows: list[int],
+        assumed_total: int = 0,
+    ) -> None:
+        """Args:
+        pieces, costs: ``home_pieces`` and what each costs as one task.
+        loads: of each server, with everything at home.
+        shares: who may have how much.
+        cuts: the cost of a query range, and where to cut.
+        holdings: of these pieces, fresh.
+        shard: the fewest query rows that are cut off or left over.
+        row_costs: of transferring a query row, out and back, and a key/value row; in the unit of loads.
+        max_received_rows, received_rows: a cap, and what servers receive already.
+        assumed_total: limits are shares of this; 0: of the total load, which grows as cuts add to it.
+        """
+        self._pieces, self._costs = pieces, costs
+        self._loads, self._total = loads, sum(loads)
+        self._shares, self._cuts, self._holdings, self._shard = shares, cuts, holdings, shard
+        self._q_cost, self._kv_cost = row_costs
+        self._cap, self._received = max_received_rows, received_rows
+        self._assumed_total = assumed_total
+        self._limits = shares.limits(assumed_total or self._total)
+        self._wanted_room: dict[int, int] = {}  # what a server shall have left beside what it still computes
+        self._moved: list[tuple[int, int, int, int]] = []  # (document, start, end, server)
+        self._static={}
+        self._own: dict[int, list[Piece]] = {}  # the pieces of those who may give, ascending
+        self._is_own = np.zeros(len(pieces), dtype=bool)
+        self._add_givers([r for r, load in enumerate(loads) if load > self._limits[r]])
+
+    def run(self) -> np.ndarray:
+        """Moves until every server is within its limit or nothing helps.
+
+        Returns:
+            int64 [n, 4] (document, start, end, server): all query ranges, with the documents' ids.
+        """
+        self._fill(list(self._own), self._shares.least_room)
+        self._level()
+        ids = self._holdings.ids
+        ranges = [(ids[p.document], p.start, p.end, rank) for rank, own in self._own.items() for p in own]
+        ranges += [(ids[document], start, end, server) for document, start, end, server in self._moved]
+        return np.concatenate([self._pieces[~self._is_own], np.array(ranges, dtype=np.int64).reshape(-1, 4)])
+
+    def _add_givers(self, ranks: list[int]) -> None:
+        """Lets ranks give their own pieces away from now on."""
+        gives = np.zeros(len(self._loads), dtype=bool)
+        gives[ranks] = True
+        rows = np.flatnonzero(gives[self._pieces[:, PIECE_RANK]])
+        self._is_own[rows] = True
+        for rank in ranks:
+            self._own[rank] = []
+        columns = self._costs[rows].tolist(), self._holdings.document[rows].tolist(), self._pieces[rows].tolist()
+        for cost, document, (_, start, end, rank) in zip(*columns, strict=True):
+            self._own[rank].append(Piece(cost, document, start, end))
+        for rank in ranks:
+            self._own[rank].sort()
+
+    def _over(self, server: int) -> int:
+        """By how much a server's load exceeds its limit; negative: its room."""
+        over = self._loads[server] - self._limits[server]
+        return over + self._wanted_room.get(server, 0) if self._wanted_room else over
+
+    # -- filling rooms ------------------------------------------------------------------------------------------
+
+    def _fill(self, givers: list[int], least_room: Callable[[int, int], int]) -> None:
+        """Moves from givers to servers whose room is at least `least_room`(server, total) until either runs out."""
+        self._least_room = least_room
+        queue = [(*self._urgency(r), r) for r in givers]
+        heapify(queue)
+        self._room = {s: -self._over(s) for s in range(len(self._loads)) if s not in self._own}
+        #: (room, -server) of those who take, ascending: the last is the largest.
+        self._rooms = sorted((room, -s) for s, room in self._room.items() if self._is_open(s))
+        while queue and self._rooms:
+            giver = heappop(queue)[-1]
+            wanted = self._over(giver)
+            if wanted <= 0:
+                continue
+            now = (*self._urgency(giver), giver)
+            if queue and now > queue[0]:  # others have become more urgent
+                heappush(queue, now)
+                continue
+            if not self._move_small(giver, wanted):
+                move = self._choose(giver, wanted)
+                if move is None:
+                    continue  # not even the largest room holds a shard, or the cap forbids it
+                self._take(giver, move)
+                while self._is_open(move.server):
+                    follower, follow = self._follow(move.server, move.piece.document)
+                    if follow is None:
+                        break
+                    self._take(follower, follow)
+                self._reopen(move.server)
+            if self._over(giver) > 0:
+                heappush(queue, (*self._urgency(giver), giver))
+
+    def _urgency(self, giver: int) -> tuple[int, int]:
+        """Order among givers: first who shares the document with the largest surplus over all its homes."""
+        own, over = self._own[giver], self._over(giver)
+        if giver not in self._static: self._static[giver]=-max(over, self._surplus_around(own[-1].document)) if own else -over
+        import os
+        P=float(os.environ.get('PW','1'))
+        cur=-max(over, self._surplus_around(own[-1].document)) if own else -over
+        return int(self._static[giver]*P+cur*(1-P)), -over
+
+    def _surplus_around(self, document: int) -> int:
+        """What the homes of a document have to give, all together."""
+        return sum(max(0, self._over(r)) for r in self._holdings.homes(document) if r in self._own)
+
+    def _is_open(self, server: int) -> bool:
+        return self._room[server] >= self._least_room(server, self._total)
+
+    def _reopen(self, server: int) -> None:
+        """Puts a server in its place among the rooms after it has taken."""
+        if self._is_open(server):
+            insort(self._rooms, (self._room[server], -server))
+
+    def _move_small(self, giver: int, wanted: int) -> bool:
+        """Many whole pieces to the largest room at once, where even the largest is small beside it and the surplus."""
+        own, (room, minus_server) = self._own[giver], self._rooms[-1]
+        if not own or own[-1].cost * _MANY > min(wanted, room):
+            return False
+        server, moved = -minus_server, len(self._moved)
+        while own and own[-1].cost <= self._room[server] and self._over(giver) > 0:
+            piece = own[-1]
+            cost, document, start, end = piece
+            if not self._holdings.is_whole(document):
+                move = self._move(None, server, piece, start, end, 0, None)
+                if move is None:
+                    break
+                self._take(giver, move)
+                continue
+            # A document that nobody has seen any part of needs no book-keeping.
+            if not self._may_receive(server, 2 * end):
+                break
+            own.pop()
+            self._moved.append((document, start, end, server))
+            self._received[server] += 2 * end
+            self._loads[giver] -= cost
+            self._loads[server] += cost
+            self._room[server] -= cost
+        if len(self._moved) == moved:
+            return False
+        if self._rooms and self._rooms[-1] == (room, minus_server):
+            self._rooms.pop()
+        self._reopen(server)
+        return True
+
+    def _choose(self, giver: int, wanted: int) -> Move | None:
+        """The move with the least cost for the work that it takes off the giver."""
+        rooms, own = self._rooms, self._own[giver]
+        if not own:
+            return None
+        largest = own[-1]
+        room, server = rooms[-1][0], -rooms[-1][1]
+        # The smallest room that holds what this document's homes have to give, rounded up to a granule.
+        enough = max(wanted, self._surplus_around(largest.document)) + self._cuts.last_granule(*largest[2:])
+        if room > enough:
+            room, server = rooms[bisect_left(rooms, (enough,))]
+            server = -server
+        looked = own[-_LOOK_AT:]
+        best = None
+        for piece in looked:
+            best = self._better(best, server, piece, wanted)
+        # Who has the document's keys. A room that is too small for anything else may do for the last remainder.
+        least = min(wanted, self._least_room(server, self._total))
+        for piece in looked:
+            for holder in self._holdings.servers(piece.document):
+                if holder != server and self._room.get(holder, 0) >= least:
+                    best = self._better(best, holder, piece, wanted)
+        if best is None and (self._cap is not None or room < rooms[-1][0]):
+            for _, minus_server in reversed(rooms):
+                for piece in looked:
+                    best = self._better(best, -minus_server, piece, wanted)
+                if best is not None:
+                    break
+        return best
+
+    def _follow(self, server: int, document: int) -> tuple[int, Move | None]:
+        """The best move to a server with room left: rows of the same document from any of its homes."""
+        best, follower = None, -1
+        for giver in self._holdings.homes(document):
+            wanted = self._over(giver) if giver in self._own else 0
+            if wanted <= 0:
+                continue
+            for piece in self._own[giver][-_LOOK_AT:]:
+                if piece.document == document:
+                    found = self._better(best, server, piece, wanted)
+                    if found is not best:
+                        best, follower = found, giver
+        return follower, best
+
+    def _better(self, best: Move | None, server: int, piece: Piece, wanted: int) -> Move | None:
+        """The better of `best` and the moves of a part of `piece` to `server` that take `wanted` off the giver, or as
+        much of it as there is room for: its head, its tail, or all of it."""
+        cost, _, start, end = piece
+        room, cuts = self._room[server], self._cuts
+        below, above = self._savings(server, piece)
+        if cost - below - above > min(room, wanted):
+            lowest, highest = cuts.limits(start, end, self._shard)
+            if lowest <= highest:
+                kept = cost - wanted  # what may stay with the giver
+                x = min(cuts.head_within(start, end, room + below), cuts.tail_within(start, end, kept))
+                x = min(max(x, lowest), highest)
+                best = self._least(best, self._move(wanted, server, piece, start, x, below, room))
+                x = max(cuts.tail_within(start, end, room + above), cuts.head_within(start, end, kept))
+                x = min(max(x, lowest), highest)
+                best = self._least(best, self._move(wanted, server, piece, x, end, above, room))
+        if cost - below - above <= room:
+            best = self._least(best, self._move(wanted, server, piece, start, end, below + above, room))
+        return best
+
+    @staticmethod
+    def _least(one: Move | None, other: Move | None) -> Move | None:
+        if one is None or other is None:
+            return other or one
+        return other if other[:4] < one[:4] else one
+
+    def _move(
+        self, wanted: int | None, server: int, piece: Piece, a: int, b: int, saved: int, room: int | None
+    ) -> Move | None:
+        """The move of [a, b) of a piece, or None where it does not fit.
+
+        Args:
+            wanted: what the giver wants to get rid of; None leaves the score at 0.
+            saved: what the server saves because [a, b) extends a task that it has.
+            room: what the move may cost the server; 0 or None: anything.
+        """
+        start, end = piece.start, piece.end
+        if a == start and b == end:
+            relief, cost = piece.cost, piece.cost - saved
+        else:
+            relief = piece.cost - (self._cuts.cost(b, end) if a == start else self._cuts.cost(start, a))
+            cost = self._cuts.cost(a, b) - saved
+        if relief <= 0 or (room and cost > room):
+            return None
+        missing = self._holdings.missing(piece.document, server, a, b)
+        if not self._may_receive(server, b - a + missing):
+            return None
+        score = 0
+        if wanted:
+            price = (b - a) * self._q_cost + missing * self._kv_cost + cost - relief
+            score = (price << 20) // min(relief, wanted)
+        return Move(score, server, -b, -a, piece, relief, cost, b - a + missing)
+
+    def _may_receive(self, server: int, rows: int) -> bool:
+        return self._cap is None or self._received[server] + rows <= self._cap
+
+    def _savings(self, server: int, piece: Piece) -> tuple[int, int]:
+        """What the piece's head, and its tail, cost less at a server whose tasks they extend."""
+        below, above = self._holdings.touches(piece.document, server, piece.start, piece.end)
+        return (
+            self._cuts.joined(piece.start) if below else 0,
+            self._cuts.joined(piece.end) if above else 0,
+        )
+
+    def _take(self, giver: int, move: Move) -> None:
+        """Carries out a move. The server leaves the list of rooms."""
+        server, piece, a, b = move.server, move.piece, move.start, move.end
+        cost, document, start, end = piece
+        cuts, own = self._cuts, self._own[giver]
+        del own[bisect_left(own, piece)]
+        for x, y in ((start, a), (b, end)):
+            if x < y:
+                part = Piece(cuts.cost(x, y), document, x, y)
+                insort(own, part)
+                cost -= part.cost
+        # Where the giver computes a neighbour that it got from elsewhere, the two were one task.
+        below, above = self._holdings.touches(document, giver, start, end)
+        if below and a == start:
+            cost -= cuts.joined(start)
+        if above and b == end:
+            cost -= cuts.joined(end)
+        self._loads[giver] -= cost
+        self._loads[server] += move.cost
+        if move.cost != cost:
+            self._total += move.cost - cost
+            if not self._assumed_total:
+                self._limits = self._shares.limits(self._total)
+        self._holdings.move(document, giver, start, end, a, b, server)
+        self._moved.append((document, a, b, server))
+        self._received[server] += move.rows
+        entry = self._room.get(server, 0), -server
+        place = bisect_left(self._rooms, entry)
+        if place < len(self._rooms) and self._rooms[place] == entry:
+            del self._rooms[place]
+        self._room[server] = -self._over(server)
+
+    # -- where shards are coarser than the room that is left --------------------------------------------------------
+
+    def _level(self) -> None:
+        """Single shards from servers above their limit to others, which give away of their own for it where that can
+        be cut finer, as long as that lowers the larger of the two relative loads."""
+        relative, loads = self._shares.relative, self._loads
+        stuck: set[int] = set()
+        for _ in range(_LEVELLING * len(loads)):
+            over = [(relative(r, load), -r) for r, load in enumerate(loads) if r not in stuck and self._over(r) > 0]
+            if not over:
+                return
+            level, giver = max(over)
+            giver = -giver
+            if giver not in self._own:
+                self._add_givers([giver])
+            move = self._shard_of(giver)
+            if move is not None:
+                self._make_room(move.server, move.cost)
+                if move.piece not in self._own[giver]:
+                    continue  # the giver gave of it as well
+                if relative(move.server, loads[move.server] + move.cost) < level:
+                    self._take(giver, move)
+                    continue
+            stuck.add(giver)
+
+    def _make_room(self, server: int, room: int) -> None:
+        """Lets a server give of its own away until it has `room`, as far as others have room for that."""
+        if self._over(server) + room <= 0:
+            return
+        if server not in self._own:
+            self._add_givers([server])
+        self._wanted_room = {server: room}
+        self._fill([server], lambda server, total: 1)
+        self._wanted_room = {}
+
+    def _shard_of(self, giver: int) -> Move | None:
+        """The best move of one shard: the cheapest that fits, or else the one that loads its server least."""
+        relative, loads, weights = self._shares.relative, self._loads, self._shares.weights
+        takers = [s for s in range(len(loads)) if s != giver and weights[s]]
+        if self._cap is None:
+            takers = [min(takers, key=lambda s: relative(s, loads[s]))] if takers else []
+        best = None
+        for piece in self._own[giver][-_LOOK_AT:]:
+            lowest, highest = self._cuts.limits(piece.start, piece.end, self._shard)
+            holders = [s for s in self._holdings.servers(piece.document) if s != giver and weights[s]]
+            holders = nsmallest(_HOLDERS, holders, key=lambda s: relative(s, loads[s]))
+            for server in dict.fromkeys([*takers, *holders]):
+                below, above = self._savings(server, piece)
+                if lowest <= highest:
+                    ranges = [(piece.start, lowest, below), (highest, piece.end, above)]
+                else:
+                    ranges = [(piece.start, piece.end, below + above)]
+                for a, b, saved in ranges:
+                    move = self._move(None, server, piece, a, b, saved, None)
+                    if move is None:
+                        continue
+                    fits = self._over(server) + move.cost <= 0
+                    after = 0 if fits else relative(server, loads[server] + move.cost)
+                    price = (b - a) * self._q_cost + (move.rows - (b - a)) * self._kv_cost + move.cost
+                    best = self._least(best, move._replace(score=(after, price)))
+        return best

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed engines over real process groups: the loss and every gradient are those of each document run alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.harness import run_ranks
+
+TOLERANCE = 1e-5
+ENABLED = {"enabled": True, "granularity": 16}
+
+
+def segments(*lengths: int, first: int = 0) -> list[list[int]]:
+    """Whole documents of one rank, numbered from `first`."""
+    return [[first + i, 0, n] for i, n in enumerate(lengths)]
+
+
+LAYOUTS = {
+    "uneven": [segments(97), segments(*[7] * 13, first=1)],
+    "ones": [segments(*[1] * 11), segments(*[1] * 5, 2, first=11)],
+    "equal": [segments(32, 32), segments(32, 32, first=2)],
+    "odd and prime": [segments(7, 1, 31, 13), segments(9, 8, 8, 12, first=4)],
+    "nearly everything in one": [segments(150), segments(3, 1, first=1)],
+    "longer than a rank": [[[0, 0, 61], [1, 0, 5]], [[0, 61, 60], [2, 0, 1]]],
+    "head and tail": [[[0, 0, 20], [0, 100, 20]], [[0, 20, 80]]],
+    "empty rank": [[], segments(40, 17)],
+}
+
+
+def check(results: list[list[dict]], cases: list[dict]) -> None:
+    for outcomes in results:
+        for case, outcome in zip(cases, outcomes, strict=True):
+            error = abs(outcome["loss"] - outcome["expected"]) / max(outcome["expected"], 1e-6)
+            assert error < TOLERANCE and outcome["gradient_error"] < TOLERANCE, (case, outcome)
+
+
+def case(layouts: list, zero: int = 0, checkpointing: str = "off", seed: int = 0, **options) -> dict:
+    return {
+        "zero": zero,
+        "accumulation": len(layouts),
+        "checkpointing": checkpointing,
+        "layouts": layouts,
+        "seed": seed,
+        "distca": {**ENABLED, **options},
+        "model_options": {},
+    }
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_exact_under_zero_accumulation_and_checkpointing(zero: int) -> None:
+    layouts = [LAYOUTS[name] for name in ("uneven", "longer than a rank", "empty rank")]
+    cases = [
+        case(layouts[:accumulation], zero, checkpointing, seed=zero)
+        for accumulation in (1, 3)
+        for checkpointing in ("off", "reentrant", "non-reentrant")
+    ]
+    results = run_ranks("tests.distributed.engine_worker:train_cases", 2, timeout=280, cases=cases)
+    check(results, cases)
+    assert all(outcome["bytes_moved"] > 0 for outcome in results[0])
+
+
+def test_exact_for_any_lengths() -> None:
+    cases = [
+        case([layout], seed=i, overlap=overlap)
+        for i, layout in enumerate(LAYOUTS.values())
+        for overlap in ("none", "local_first")
+    ]
+    results = run_ranks("tests.distributed.engine_worker:train_cases", 2, timeout=280, cases=cases)
+    check(results, cases)
+    balanced = [o["bytes_moved"] for c, o in zip(cases, results[0], strict=True) if c["layouts"] == [LAYOUTS["equal"]]]
+    assert balanced == [0, 0]  # nothing to balance: nothing moved
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_exact_over_more_ranks(world: int) -> None:
+    spanning = [[[0, r * 23, 23], [r + 1, 0, r + 1]] for r in range(world)]
+    lonely = [segments(200), *[[] for _ in range(world - 2)], segments(5, first=1)]
+    mixed = [segments(101), segments(*[9] * 11, first=1), *[segments(13, 1, first=20 + 2 * r) for r in range(world - 2)]]
+    cases = [
+        case([spanning, lonely, mixed], zero, checkpointing, seed=world)
+        for zero, checkpointing in ((0, "off"), (3, "non-reentrant"), (2, "reentrant"))
+    ]
+    check(run_ranks("tests.distributed.engine_worker:train_cases", world, timeout=280, cases=cases), cases)
+
+
+def test_groups_of_servers() -> None:
+    # Two groups of two servers: attention is shared within a group, the loss is weighted over all four ranks.
+    rows = [[80], [5] * 4, [33, 1], [2, 3]]
+    results = run_ranks("tests.distributed.engine_worker:train_grouped", 4, timeout=200, lengths=rows, servers=2)
+    for outcome in results:
+        assert abs(outcome["loss"] - outcome["expected"]) < TOLERANCE * outcome["expected"], outcome
+        assert outcome["gradient_error"] < TOLERANCE, outcome
+
+
+def test_fifty_steps_with_and_without_the_plugin() -> None:
+    for curve in run_ranks("tests.distributed.engine_worker:loss_curves", 2, timeout=280, steps=50):
+        differences = [abs(a - b) / b for a, b in zip(curve["plugin"], curve["plain"], strict=True)]
+        assert max(differences) < 1e-4, differences
+        assert curve["plain"][-1] < 0.8 * curve["plain"][0]
+
+
+def test_bad_input_on_one_rank_is_an_error_on_all() -> None:
+    first, second = run_ranks("tests.distributed.engine_worker:bad_input", 2, timeout=120)
+    assert "position_ids of shape [3, 1, 8]" in first["error"]
+    assert "rank 0 cannot use its micro-batch" in second["error"] and "[3, 1, 8]" in second["error"]
+    for outcome in (first, second):
+        assert outcome["afterwards"] > 0  # and the next micro-batch works
+
+
+def test_a_rank_that_stops_is_an_error_within_the_time_limit() -> None:
+    stays, stops = run_ranks("tests.distributed.engine_worker:missing_rank", 2, timeout=120)
+    assert "same number of training micro-batches" in stays["error"] and stops["error"] == ""
+
+
+def test_other_options_on_one_rank_are_refused() -> None:
+    for outcome in run_ranks("tests.distributed.engine_worker:different_options", 2, timeout=120):
+        assert "run with another `distca` block" in outcome["error"]
+
+
+def test_block_decides_and_hooks_come_off() -> None:
+    for outcome in run_ranks("tests.distributed.engine_worker:on_and_off", 2, timeout=200):
+        assert outcome == {
+            "absent": False,
+            "disabled": False,
+            "enabled": True,
+            "detached_implementation": "sdpa",
+            "hooks_left": 0,
+            "uninstalled": True,
+            "installed_again": True,
+        }
+
+
+def test_evaluation_and_generation_are_the_models_own() -> None:
+    for outcome in run_ranks("tests.distributed.engine_worker:evaluation", 2, timeout=200):
+        assert outcome["generated_same"]
+        assert outcome["padded_error"] < 1e-6 and outcome["packed_error"] < 1e-5

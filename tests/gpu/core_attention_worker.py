@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on every GPU of test_core_attention_gpu.py: core attention over two GPUs in bf16, against fp32 and against the
+same kernel on whole documents."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
+from deepspeed_distca.attention_server.exchange import PeerToPeerExchange, exchange_group
+from deepspeed_distca.attention_server.kernels import make_kernel, select_kernel
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.layout import Layout, Segment
+from deepspeed_distca.scheduler.balance import balance
+from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.tasks import home_tasks
+from tests.distributed.random_plans import random_layout, random_tasks
+
+Q_HEADS, KV_HEADS, DIM = 8, 2, 128
+
+
+def check(seed: int = 0, kernel: str | None = None) -> list[dict]:
+    """Relative errors of out, dq, dk, dv on this rank for every case, and the plain kernel's own errors."""
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=120), device_id=device)
+    world = dist.get_world_size()
+    exchange = PeerToPeerExchange(exchange_group([list(range(world))], device, timedelta(seconds=120)))
+    dist.barrier(exchange.group, device_ids=[rank])
+    chosen = select_kernel(
+        kernel, device=device, dtype=torch.bfloat16, q_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=DIM
+    )
+    rng = np.random.default_rng(seed)
+    long_short = Layout.from_lengths([[8192], [1024] * 8])
+    spanning = Layout.from_ranks(
+        [[Segment(0, 0, 1500), Segment(1, 0, 333)], [Segment(0, 1500, 2600), Segment(2, 0, 1), Segment(3, 0, 7)]]
+    )
+    cases = [
+        ("balanced", long_short, None, None),
+        ("spanning", spanning, None, None),
+        ("window", long_short, 512, None),
+    ]
+    cases += [(f"random {i}", random_layout(rng, world, 6, 700), None, rng) for i in range(4)]
+    results = []
+    for name, layout, window, random in cases:
+        spec = AttentionSpec(DIM**-0.5, window)
+        plans = []
+        for phase in ("forward", "backward"):
+            if random is None:
+                tasks = balance(layout, CostModel.area(Heads(Q_HEADS, KV_HEADS, DIM)), phase=phase, window=window).rows
+            else:
+                tasks = random_tasks(random, layout, window)
+            plans.append(ServerPlan(PlanCompiler(layout, tasks).rank(rank), lambda t: t.q_len * t.k_len))
+        for local_first in (False, True):
+            plan = LayerPlan(*plans, exchange, local_first)
+            errors = _case(layout, plan, spec, chosen, rank, device, seed)
+            results.append({"case": f"{name}, local_first {local_first}", "kernel": chosen.name, **errors})
+    dist.barrier()
+    torch.cuda.synchronize()
+    return results
+
+
+def _case(layout: Layout, plan: LayerPlan, spec, kernel, rank: int, device, seed: int) -> dict:
+    generator = torch.Generator(device).manual_seed(seed)
+    lengths: dict[int, int] = {}
+    for _, document, start, length in layout.segments.tolist():
+        lengths[document] = max(lengths.get(document, 0), start + length)
+    shapes = [(Q_HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM), (Q_HEADS, DIM)]  # q, k, v, dout
+    whole = {
+        d: [torch.randn(n, *s, generator=generator, device=device).bfloat16() for s in shapes]
+        for d, n in sorted(lengths.items())
+    }
+    # Every document alone: the reference kernel in fp32, and the kernel under test in bf16.
+    alone = {}
+    for d, tensors in whole.items():
+        layout_d = Layout.from_lengths([[lengths[d]]])
+        part = ServerPlan(PlanCompiler(layout_d, home_tasks(layout_d, spec.window)).rank(0), lambda t: t.q_len)
+        local = LayerPlan(part, part, None, False)
+        alone[d] = [
+            _run(*(t.to(dtype) for t in tensors), local, spec, k)
+            for dtype, k in ((torch.float32, make_kernel("reference")), (torch.bfloat16, kernel))
+        ]
+    segments = layout.rank(rank)
+
+    def pick(get) -> torch.Tensor:
+        return torch.cat([get(d)[a : a + n] for d, a, n in segments] or [get(0)[:0]])
+
+    got = _run(*(pick(lambda d, i=i: whole[d][i]) for i in range(4)), plan, spec, kernel)
+    errors = {}
+    for i, name in enumerate(("out", "dq", "dk", "dv")):
+        exact, plain = (pick(lambda d, i=i, j=j: alone[d][j][i]).double() for j in (0, 1))
+        norm = exact.norm().clamp_min(0.01 * max(1, exact.numel()) ** 0.5)
+        errors[name] = float((got[i].double() - exact).norm() / norm)
+        errors[f"{name}_plain"] = float((plain - exact).norm() / norm)
+        assert torch.isfinite(got[i]).all(), name
+    return errors
+
+
+def _run(q, k, v, dout, plan: LayerPlan, spec: AttentionSpec, kernel):
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, _ = core_attention(*leaves, plan, spec, kernel)
+    out.backward(dout)
+    return [out.detach(), *(t.grad for t in leaves)]

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on every rank: models as people change them (LoRA, frozen, compiled, several at once), and evaluation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+
+from deepspeed_distca import Layout, PackedSequenceCollator
+from deepspeed_distca.attention_server.agreement import AgreementError
+from deepspeed_distca.data.from_layout import batch_from_layout
+from tests.distributed import model_families
+from tests.distributed.engine_worker import documents_of, ds_config, reference, tiny_llama
+from tests.distributed.models_worker import DISTCA, LAYOUT, worst_error
+
+
+def _engine(model, zero: int = 0):
+    engine, *_ = deepspeed.initialize(model=model, config=ds_config(zero, 1, DISTCA))
+    return engine
+
+
+def _documents(seed: int):
+    layout = Layout.from_ranks(LAYOUT).validate()
+    return layout, documents_of(layout, np.random.default_rng(seed))
+
+
+def _step(engine, documents, layout) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean loss over ranks, and gradients of what is trained."""
+    engine.train()
+    loss = engine(**batch_from_layout(documents, layout, dist.get_rank())).loss
+    engine.backward(loss)
+    gradients = {n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None}
+    engine.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size(), gradients
+
+
+def _errors(model, plain, seed: int) -> dict:
+    layout, documents = _documents(seed)
+    expected_loss, expected = reference(plain, [documents])
+    trained = {name for name, p in plain.named_parameters() if p.requires_grad}
+    engine = _engine(model)
+    loss, gradients = _step(engine, documents, layout)
+    error, parameter = worst_error({n: g for n, g in expected.items() if n in trained}, gradients)
+    return {
+        "loss_error": abs(loss - expected_loss),
+        "gradient_error": error,
+        "parameter": parameter,
+        "trained": sorted(gradients) == sorted(trained),
+        "moved": engine.distca.stats.bytes_moved > 0,
+    }
+
+
+def lora(seed: int, targets: list[str], checkpointing: str) -> dict:
+    """LoRA on some projections; with q_proj alone, keys and values need no gradient in the first layer."""
+
+    def build():
+        model = tiny_llama(seed)
+        torch.manual_seed(seed)
+        config = LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM")
+        return get_peft_model(model, config)
+
+    model, plain = build(), build()
+    if checkpointing != "off":
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        model.enable_input_require_grads()
+    return _errors(model, plain, seed)
+
+
+def frozen(seed: int) -> dict:
+    """Embeddings and the first layer frozen: nothing that reaches its attention needs a gradient."""
+    model = tiny_llama(seed, num_hidden_layers=3)
+    for part in (model.model.embed_tokens, model.model.layers[0]):
+        part.requires_grad_(False)
+    return _errors(model, copy.deepcopy(model), seed)
+
+
+def compiled(seed: int) -> dict:
+    """A compiled model is exact too, and other shapes and plans do not make it compile without end."""
+    model = tiny_llama(seed, num_hidden_layers=1)
+    plain = copy.deepcopy(model)
+    engine = _engine(torch.compile(model, dynamic=True))
+    layout, documents = _documents(seed)
+    expected_loss, expected = reference(plain, [documents])
+    loss, gradients = _step(engine, documents, layout)
+    gradients = {name.removeprefix("_orig_mod."): g for name, g in gradients.items()}
+    error, parameter = worst_error(expected, gradients)
+    graphs = []
+    for turn in range(5):
+        layout = Layout.from_lengths([[31 + 5 * turn, 4], [9, 3, 2 + turn]])
+        _step(engine, documents_of(layout, np.random.default_rng(turn)), layout)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return {
+        "loss_error": abs(loss - expected_loss),
+        "gradient_error": error,
+        "parameter": parameter,
+        "graphs": graphs,
+    }
+
+
+def two_models(seed: int) -> dict:
+    """Two engines and a frozen reference, all built from one configuration object, taking turns."""
+    policy = tiny_llama(seed)
+    torch.manual_seed(seed + 1)
+    other, reference_model = type(policy)(policy.config), type(policy)(policy.config)
+    plain, plain_other = copy.deepcopy(policy), copy.deepcopy(other)
+    layout, documents = _documents(seed)
+    ids = torch.tensor([documents[0]])
+    with torch.no_grad():
+        expected_logits = reference_model(input_ids=ids).logits
+    engines = _engine(policy), _engine(other)
+    batch = batch_from_layout(documents, layout, dist.get_rank())
+    losses = []
+    for engine in engines:
+        engine.train()
+        losses.append(engine(**batch).loss)
+    with torch.no_grad():
+        between = reference_model(input_ids=ids).logits
+    worst = 0.0
+    for engine, loss, model in zip(reversed(engines), reversed(losses), (plain_other, plain), strict=True):
+        engine.backward(loss)
+        _, expected = reference(model, [documents])
+        worst = max(worst, worst_error(expected, {n: p.grad for n, p in engine.module.named_parameters()})[0])
+    return {"gradient_error": worst, "reference_error": float((between - expected_logits).abs().max())}
+
+
+def router_losses(seed: int) -> dict:
+    """Auxiliary losses of experts are a mean over each rank's row: equal to the same rows without the plugin."""
+    options = {**model_families.EXACT["Mixtral"][1], "sliding_window": None, "output_router_logits": True}
+    options["router_aux_loss_coef"] = 0.5
+    model = model_families.build("mixtral", options, seed)
+    plain = copy.deepcopy(model)
+    lengths = [[31, 4], [12, 9, 1]]
+    layout = Layout.from_lengths(lengths)
+    documents = documents_of(layout, np.random.default_rng(seed))
+    rows = [batch_from_layout(documents, layout, rank) for rank in range(2)]
+    targets = sum(row["num_targets"] for row in rows)
+    plain.train()
+    total = 0.0
+    for row in rows:
+        out = plain(**{k: row[k] for k in ("input_ids", "labels", "shift_labels", "position_ids")}, use_cache=False,
+                    num_items_in_batch=targets / 2)  # fmt: skip
+        (out.loss / 2).backward()
+        total += float(out.loss.detach()) / 2
+    loss, gradients = _step(_engine(model), documents, layout)
+    expected = {n: p.grad for n, p in plain.named_parameters()}
+    return {"loss_error": abs(loss - total), "gradient_error": worst_error(expected, gradients)[0]}
+
+
+def evaluation(seed: int) -> dict:
+    """What the model gives in evaluation, between training steps, against the plain model with the same weights."""
+    engine = _engine(tiny_llama(seed))
+    layout, documents = _documents(seed)
+    _step(engine, documents, layout)
+    plain = tiny_llama(seed)
+    plain.load_state_dict(engine.module.state_dict())
+    plain.eval()
+    engine.eval()
+    rank = dist.get_rank()
+    rng = np.random.default_rng((seed, rank))
+    prompt = torch.from_numpy(rng.integers(1, 97, size=(2, 7)))
+    errors = {}
+
+    def compare(name: str, run: Callable) -> None:
+        with torch.no_grad():
+            errors[name] = float((run(engine.module) - run(plain)).abs().max())
+
+    compare("logits", lambda m: m(input_ids=prompt).logits)
+    mask = torch.ones_like(prompt)
+    mask[0, :3] = 0
+    compare("padded", lambda m: m(input_ids=prompt, attention_mask=mask).logits[1])
+    options = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
+    compare("generate", lambda m: m.generate(prompt, attention_mask=torch.ones_like(prompt), **options))
+
+    def cached(model) -> torch.Tensor:
+        first = model(input_ids=prompt[:, :4], use_cache=True)
+        return model(input_ids=prompt[:, 4:], past_key_values=first.past_key_values, use_cache=True).logits
+
+    compare("cache", cached)
+    # A packed row on this rank alone, on as many batches as it happens to have: rank 0 has two, rank 1 three.
+    collate = PackedSequenceCollator()
+    for turn in range(2 + rank):
+        texts = [rng.integers(1, 97, size=n).tolist() for n in (5, 1, 11 + turn, 3 + rank)]
+        with torch.no_grad():
+            out = engine(**collate([{"input_ids": t} for t in texts]))
+            alone = torch.cat([plain(input_ids=torch.tensor([t])).logits for t in texts], dim=1)
+        errors[f"packed {turn}"] = float((out.logits - alone).abs().max())
+    layout, documents = _documents(seed + 1)
+    loss, gradients = _step(engine, documents, layout)  # and training goes on
+    expected_loss, expected = reference(plain, [documents])
+    errors["training after it"] = max(abs(loss - expected_loss), worst_error(expected, gradients)[0])
+    return errors
+
+
+def one_rank_fails(seed: int) -> dict:
+    """A batch that cannot be used on rank 0 alone: an error on both, by name, and the next step works."""
+    engine = _engine(tiny_llama(seed))
+    engine.train()
+    ids = torch.arange(1, 13)[None]
+    good = dict(input_ids=ids, labels=ids)
+    bad = {
+        "3-D position ids": dict(position_ids=torch.zeros(3, 1, 12, dtype=torch.long)),
+        "starts in the middle": dict(position_ids=torch.arange(5, 17)[None]),
+        "4-D mask": dict(attention_mask=torch.ones(1, 1, 12, 12)),
+        "output_attentions": dict(output_attentions=True),
+        "wrong layout": dict(layout=Layout.from_lengths([[5]])),
+    }
+    messages = {}
+    for name, change in bad.items():
+        try:
+            engine(**{**good, **(change if dist.get_rank() == 0 else {})})
+            messages[name] = "no error"
+        except (ValueError, AgreementError) as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    engine.backward(engine(**good).loss)
+    return messages
+
+
+def run(seed: int) -> dict:
+    deepspeed.init_distributed("gloo")
+    results = {
+        f"lora {'+'.join(targets)} {checkpointing}": lora(seed, targets, checkpointing)
+        for targets, checkpointing in (
+            (["q_proj"], "off"),
+            (["q_proj"], "reentrant"),
+            (["q_proj"], "non-reentrant"),
+            (["o_proj", "down_proj"], "non-reentrant"),
+            (["q_proj", "k_proj", "v_proj"], "off"),
+        )
+    }
+    results["frozen"] = frozen(seed)
+    return {
+        "exact": results,
+        "compiled": compiled(seed),
+        "two models": two_models(seed),
+        "router losses": router_losses(seed),
+        "evaluation": evaluation(seed),
+        "one rank fails": one_rank_fails(seed),
+    }

@@ -21,9 +21,12 @@ from deepspeed.utils import groups, log_dist
 
 from deepspeed_distca.attention_server.agreement import Agreement, MicroBatch, agreement_group, fingerprint
 from deepspeed_distca.attention_server.exchange import PeerToPeerExchange, exchange_group
+from deepspeed_distca.attention_server.kernels import KernelError, select_kernel
 from deepspeed_distca.attention_server.runtime import AttentionServer, MicroBatchPlan, PlanOptions
 from deepspeed_distca.attention_server.statistics import StepStatistics
+from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
+from deepspeed_distca.integrations.monitor import StepMonitor
 from deepspeed_distca.integrations.transformers import (
     DecoderHooks,
     Description,
@@ -127,10 +130,12 @@ class Runtime:
             step=lambda: engine.global_steps,
         )
         self._hooks = DecoderHooks(decoder, modules, windows, self, weight_loss=config.token_weighted_loss)
+        self._monitor = StepMonitor(engine, lambda: self.server.planned, dist.get_rank())
         log_dist(
-            f"distca: {len(modules)} attention layers of {type(decoder).__name__} over {servers} attention servers "
-            f"in {len(server_groups)} group(s), kernel {config.kernel or 'automatic'}, overlap "
-            f"{'local_first' if config.overlap != 'none' else 'none'}, tolerance {config.tolerance:g}",
+            f"distca: {len(modules)} attention layers of {type(decoder).__name__}{_describe_windows(windows)} over "
+            f"{servers} attention servers in {len(server_groups)} group(s); kernel {_kernel_in_words(engine, config, heads, windows)}, "
+            f"overlap {'local_first' if config.overlap != 'none' else 'none'}, cost model fitted ({heads.query}/"
+            f"{heads.key_value} heads of {heads.head_dim}), tolerance {config.tolerance:g}",
             ranks=[0],
         )
 
@@ -153,6 +158,36 @@ class Runtime:
     def detach(self) -> None:
         """Removes the hooks; the model runs as it did before. ``engine.distca`` stays, out of use."""
         self._hooks.remove()
+        self._monitor.remove()
+
+
+def _describe_windows(windows: list[int | None]) -> str:
+    """ " (3 with windows of 4096, 512 keys)", or nothing where there is none."""
+    sizes = sorted({w for w in windows if w})
+    if not sizes:
+        return ""
+    return f" ({sum(bool(w) for w in windows)} with windows of {', '.join(map(str, sizes))} keys)"
+
+
+def _kernel_in_words(engine: DeepSpeedEngine, config: DistCAConfig, heads: Heads, windows: list[int | None]) -> str:
+    """The kernel that layers will get, for the line at start-up; each layer chooses for what it is really given."""
+    if getattr(engine, "torch_autocast_enabled", bool)():
+        dtype = engine.torch_autocast_dtype()
+    else:
+        dtype = next(engine.module.parameters()).dtype
+    try:
+        return select_kernel(
+            config.kernel,
+            device=engine.device,
+            dtype=dtype,
+            q_heads=heads.query,
+            kv_heads=heads.key_value,
+            head_dim=heads.head_dim,
+            v_head_dim=heads.value_dim,
+            spec=AttentionSpec(heads.head_dim**-0.5, windows[0], None),
+        ).name
+    except KernelError as error:
+        return f"none that fits ({error})"
 
 
 def heads_of(config: Any, dtype: torch.dtype) -> Heads:

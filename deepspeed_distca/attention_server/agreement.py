@@ -110,22 +110,52 @@ class Agreement:
         steps = gathered[:, 4]
         return GlobalMicroBatch(layout, int(gathered[:, 3].sum()), None if (steps < 0).any() else int(steps.sum()))
 
+    def gather_values(self, values: np.ndarray | Exception) -> list[np.ndarray]:
+        """Collective. The integers of every rank, any number of them from each.
+
+        Args:
+            values: int64 [n], or the error that this rank met instead.
+
+        Raises:
+            AgreementError: on every rank, if a rank has an error or runs with other options.
+        """
+        failed = isinstance(values, Exception)
+        mine = np.zeros(0, dtype=np.int64) if failed else values
+        message = np.zeros(_HEADER + _INLINE, dtype=np.int64)
+        message[0], message[2], message[5] = failed, len(mine), self._fingerprint
+        message[_HEADER : _HEADER + len(mine)] = mine[:_INLINE]
+        gathered = self._all_gather(message)
+        errors = np.flatnonzero(gathered[:, 0])
+        if len(errors):
+            self._raise_everywhere(values if failed else None, errors)
+        self._check_fingerprint(gathered)
+        counts, rows = gathered[:, 2], gathered[:, _HEADER:]
+        if counts.max() > _INLINE:
+            padded = np.zeros(int(counts.max()), dtype=np.int64)
+            padded[: len(mine)] = mine
+            rows = self._all_gather(padded)
+        return [rows[r, :n] for r, n in enumerate(counts.tolist())]
+
     def same(self, digest: int, what: str) -> None:
-        """Collective. Raises AgreementError on every rank unless all have the same digest."""
+        """Collective. Raises AgreementError on every rank unless all servers of each group have the same digest."""
         digests = self._all_gather(np.array([digest], dtype=np.int64))[:, 0]
-        if (digests != digests[0]).any():
+        of_group = digests.reshape(-1, self._servers)
+        if (of_group != of_group[:, :1]).any():
             table = ", ".join(f"rank {r}: {d:016x}" for r, d in enumerate(digests))
             raise AgreementError(
                 f"the ranks disagree on {what} ({table}); do all of them run the same versions of Python, NumPy and "
                 "deepspeed_distca with the same `distca` block?"
             )
 
-    def _check(self, gathered: np.ndarray) -> None:
+    def _check_fingerprint(self, gathered: np.ndarray) -> None:
         if (gathered[:, 5] != gathered[0, 5]).any():
             odd = np.flatnonzero(gathered[:, 5] != gathered[0, 5]).tolist()
             raise AgreementError(
                 f"ranks {odd} run with another `distca` block, cost model or model than rank 0; all must be the same"
             )
+
+    def _check(self, gathered: np.ndarray) -> None:
+        self._check_fingerprint(gathered)
         if self._servers == 1:
             return
         kinds = gathered[:, 1]

@@ -41,7 +41,13 @@ class LayerPlan:
 
 
 def core_attention(
-    q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGE: torch.Tensor, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGE: torch.Tensor,
+    plan: LayerPlan,
+    spec: AttentionSpec,
+    kernel: Kernel,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of every document of the layout, each within itself, computed over all servers.
 
@@ -51,6 +57,7 @@ def core_attention(
         plan: made for exactly these rows. Collective over the servers of its group.
         spec: scale, window and softcap.
         kernel: what computes the tasks, the same on every server.
+        kept: out and lse of an earlier call with the same rows, in recomputation: nothing is exchanged or computed.
 
     Returns:
         out [T, q_heads, v_head_dim] in q's dtype and lse [q_heads, T] in fp32 (natural logarithm of the sum of
@@ -65,14 +72,15 @@ def core_attention(
             f"the plan was made for {rows} tokens on this rank, got q {list(q_THD.shape)}, k {list(k_TGD.shape)}, "
             f"v {list(v_TGE.shape)}; the layout of a micro-batch must describe the very tokens of its input_ids"
         )
-    return _CoreAttention.apply(q_THD.contiguous(), k_TGD.contiguous(), v_TGE.contiguous(), plan, spec, kernel)
+    return _CoreAttention.apply(q_THD.contiguous(), k_TGD.contiguous(), v_TGE.contiguous(), plan, spec, kernel, kept)
 
 
 class _CoreAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel):
+    def forward(ctx, q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel, kept):
         ctx.set_materialize_grads(False)
-        out, lse = _forward(q, k, v, plan, spec, kernel)
+        # A Function must return tensors of its own: views of what was kept.
+        out, lse = _forward(q, k, v, plan, spec, kernel) if kept is None else (t.view_as(t) for t in kept)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.spec, ctx.kernel = plan, spec, kernel
         return out, lse
@@ -82,7 +90,7 @@ class _CoreAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         dq, dk, dv = _backward(dout, dlse, q, k, v, out, lse, ctx.plan, ctx.spec, ctx.kernel)
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None, None, None
 
 
 def _forward(q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:

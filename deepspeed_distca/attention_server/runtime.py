@@ -88,6 +88,11 @@ class AttentionServer:
         return self._statistics
 
     @property
+    def planned(self) -> StepStatistics:
+        """The same as planned, without the kernels' time: never waits for the device."""
+        return self._statistics
+
+    @property
     def kernel(self) -> str | None:
         """Name of the kernel in use, once a layer has run."""
         return next((kernel.name for kernel in self._kernels.values()), None)
@@ -101,19 +106,51 @@ class AttentionServer:
         """
         start = time.perf_counter()
         everyone = self._agreement.gather(given)
-        plans, tasks, sent = {}, {}, 0
-        for window in self._layers:
-            plans[window], tasks[window], rows = self._plan_window(everyone.layout, window)
-            sent = sent + rows * self._layers[window]
+        planned = [
+            self._plan_phase(everyone.layout, window, phase, layers)
+            for window, layers in self._layers.items()
+            for phase in PHASES
+        ]
         if self._check_plan and everyone.layout.num_ranks > 1:
-            rows = [tasks[window][phase].rows for window in self._layers for phase in PHASES]
+            rows = [p.tasks.rows for p in planned]
             self._agreement.same(fingerprint(everyone.layout.segments, *rows), "the plan of a micro-batch")
-        self._note(tasks, sent, (time.perf_counter() - start) * 1e3)
+        self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
+        plans = {
+            window: LayerPlan(*(p.part for p in planned if p.window == window), self._exchange, self._local_first)
+            for window in self._layers
+        }
         if everyone.step_targets is None:
             divisor = everyone.targets / self._ranks
         else:
             divisor = everyone.step_targets / (self._ranks * self._accumulation_steps())
         return MicroBatchPlan(self, plans), divisor or 1.0
+
+    def plan_tick(
+        self, phase: str, kinds: Sequence[tuple[Layout, int | None, int]], *, note: bool, micro_batches: int = 0
+    ) -> list[ServerPlan]:
+        """This rank's parts of one phase alone, for layers that differ in layout or window. Collective if plans are
+        checked. With pipeline stages the ranks of a layout are those that are in the phase at the same time.
+
+        Args:
+            kinds: for each kind of layers: the layout, the window, how many layers there are.
+            note: whether it goes into the statistics, with that number of micro-batches.
+        """
+        start = time.perf_counter()
+        planned = [self._plan_phase(layout, window, phase, layers) for layout, window, layers in kinds]
+        if self._check_plan and kinds and kinds[0][0].num_ranks > 1:
+            rows = [
+                array
+                for (layout, *_), p in zip(kinds, planned, strict=True)
+                for array in (layout.segments, p.tasks.rows)
+            ]
+            self._agreement.same(fingerprint(phase, *rows), f"the plan of a {phase} tick")
+        if note:
+            self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches)
+        return [p.part for p in planned]
+
+    def layer_plan(self, forward: ServerPlan, backward: ServerPlan) -> LayerPlan:
+        """Two parts as layers run them."""
+        return LayerPlan(forward, backward, self._exchange, self._local_first)
 
     def plan_alone(self, layout: Layout) -> MicroBatchPlan:
         """A plan that involves no other rank, for whole documents on this one (evaluation).
@@ -134,27 +171,24 @@ class AttentionServer:
             plans[window] = LayerPlan(part, part, self._exchange, self._local_first)
         return MicroBatchPlan(self, plans)
 
-    def attend(self, q, k, v, plan: LayerPlan, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q, k, v, plan: LayerPlan, spec: AttentionSpec, kept=None) -> tuple[torch.Tensor, torch.Tensor]:
         """See :func:`core_attention`."""
-        return core_attention(q, k, v, plan, spec, self._kernel(q, k, v, spec))
+        return core_attention(q, k, v, plan, spec, self._kernel(q, k, v, spec), kept)
 
-    def _plan_window(self, layout: Layout, window: int | None) -> tuple[LayerPlan, dict[str, Tasks], np.ndarray]:
-        parts, tasks, sent = {}, {}, np.zeros(layout.num_ranks, dtype=np.int64)
-        for phase in PHASES:
-            tasks[phase] = balance(
-                layout,
-                self._cost,
-                phase=phase,
-                window=window,
-                tolerance=self._options.tolerance,
-                granularity=self._options.granularity,
-                min_shard_tokens=self._options.min_shard_tokens,
-                max_received_rows=self._options.max_received_rows,
-            )
-            compiler = PlanCompiler(layout, tasks[phase].rows)
-            parts[phase] = ServerPlan(compiler.rank(self._server), self._cost_of(phase, window))
-            sent += compiler.bytes_sent(self._cost.heads, phase)
-        return LayerPlan(parts["forward"], parts["backward"], self._exchange, self._local_first), tasks, sent
+    def _plan_phase(self, layout: Layout, window: int | None, phase: str, layers: int) -> _Planned:
+        tasks = balance(
+            layout,
+            self._cost,
+            phase=phase,
+            window=window,
+            tolerance=self._options.tolerance,
+            granularity=self._options.granularity,
+            min_shard_tokens=self._options.min_shard_tokens,
+            max_received_rows=self._options.max_received_rows,
+        )
+        compiler = PlanCompiler(layout, tasks.rows)
+        part = ServerPlan(compiler.rank(self._server), self._cost_of(phase, window))
+        return _Planned(window, layers, tasks, part, layers * compiler.bytes_sent(self._cost.heads, phase))
 
     def _cost_of(self, phase: str, window: int | None) -> Callable[[TaskRanges], np.ndarray]:
         def cost(tasks: TaskRanges) -> np.ndarray:
@@ -180,21 +214,20 @@ class AttentionServer:
             self._kernels[key] = TimedKernel(kernel, self._timer)
         return self._kernels[key]
 
-    def _note(self, tasks: dict[int | None, dict[str, Tasks]], sent: np.ndarray, milliseconds: float) -> None:
+    def _note(self, planned: list[_Planned], milliseconds: float, micro_batches: int) -> None:
         step = self._step()
         if step != self._statistics_step:
             self._statistics, self._statistics_step = StepStatistics(), step
             self._timer.reset()
             self._loads = dict.fromkeys(("max_before", "max_after", "mean_before", "mean_after"), 0.0)
         s, total = self._statistics, self._loads
+        sent = sum(p.sent for p in planned)
         seconds = np.zeros(len(sent))
-        for window, layers in self._layers.items():
-            for phase in PHASES:
-                t = tasks[window][phase]
-                for when, loads in (("before", t.loads_before), ("after", t.loads)):
-                    total[f"max_{when}"] += layers * float(loads.max())
-                    total[f"mean_{when}"] += layers * float(loads.mean())
-                seconds += layers * self._cost.seconds(t.loads)
+        for p in planned:
+            for when, loads in (("before", p.tasks.loads_before), ("after", p.tasks.loads)):
+                total[f"max_{when}"] += p.layers * float(loads.max())
+                total[f"mean_{when}"] += p.layers * float(loads.mean())
+            seconds += p.layers * self._cost.seconds(p.tasks.loads)
         s.balance_before = total["max_before"] / total["mean_before"] if total["mean_before"] else 1.0
         s.balance_after = total["max_after"] / total["mean_after"] if total["mean_after"] else 1.0
         s.bytes_sent += int(sent[self._server])
@@ -203,7 +236,18 @@ class AttentionServer:
         s.planning_ms += milliseconds
         previous = s.predicted_server_seconds or [0.0] * len(seconds)
         s.predicted_server_seconds = [a + b for a, b in zip(previous, seconds.tolist(), strict=True)]
-        s.micro_batches += 1
+        s.micro_batches += micro_batches
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """One phase's plan for the layers of one kind: all tasks, this rank's part, the bytes that each rank sends."""
+
+    window: int | None
+    layers: int
+    tasks: Tasks
+    part: ServerPlan
+    sent: np.ndarray
 
 
 @dataclass(frozen=True)

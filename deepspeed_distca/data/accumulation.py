@@ -70,9 +70,13 @@ class AccumulationLoader:
             if not window:
                 self._window_state = None
                 return
+            # Accelerate steps at once when its loader says that it has ended: not before the window's last micro-batch.
+            ended = getattr(self.loader, "end_of_dataloader", False)
             step_targets = sum(_num_targets(batch) for batch in window)
             for index, batch in enumerate(window):
                 self._handed_out = (index + 1) % len(window)
+                if ended:
+                    self.loader.end_of_dataloader = index + 1 == len(window)  # type: ignore[attr-defined]
                 if index >= skip:
                     yield {**batch, "step_targets": step_targets}
             skip = 0
@@ -119,7 +123,11 @@ class AccumulationLoader:
         return []
 
     def _loader_state(self) -> Any:
-        return self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
+        try:
+            return self.loader.state_dict()  # type: ignore[attr-defined]
+        except AttributeError:
+            # There is none; Accelerate's loaders have one that fails unless the loader inside is a stateful one.
+            return None
 
     def _state_dict(self) -> dict[str, Any]:
         """The loader's state before the window that is being handed out, and how much of the window was."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush, nsmallest
+from heapq import nsmallest
 from typing import NamedTuple
 
 import numpy as np
@@ -108,7 +108,6 @@ class Moves:
         self._limits = shares.limits(assumed_total or self._total)
         self._wanted_room: dict[int, int] = {}  # what a server shall have left beside what it still computes
         self._moved: list[tuple[int, int, int, int]] = []  # (document, start, end, server)
-        self._static={}
         self._own: dict[int, list[Piece]] = {}  # the pieces of those who may give, ascending
         self._is_own = np.zeros(len(pieces), dtype=bool)
         self._add_givers([r for r, load in enumerate(loads) if load > self._limits[r]])
@@ -150,24 +149,26 @@ class Moves:
     def _fill(self, givers: list[int], least_room: Callable[[int, int], int]) -> None:
         """Moves from givers to servers whose room is at least `least_room`(server, total) until either runs out."""
         self._least_room = least_room
-        queue = [(*self._urgency(r), r) for r in givers]
-        heapify(queue)
         self._room = {s: -self._over(s) for s in range(len(self._loads)) if s not in self._own}
         #: (room, -server) of those who take, ascending: the last is the largest.
         self._rooms = sorted((room, -s) for s, room in self._room.items() if self._is_open(s))
-        while queue and self._rooms:
-            giver = heappop(queue)[-1]
-            wanted = self._over(giver)
-            if wanted <= 0:
-                continue
-            now = (*self._urgency(giver), giver)
-            if queue and now > queue[0]:  # others have become more urgent
-                heappush(queue, now)
-                continue
-            if not self._move_small(giver, wanted):
+        # Whoever shares the document with the largest surplus over all its homes comes first and is served to the end,
+        # so that this document's keys go to the fewest servers.
+        order = []
+        for giver in givers:
+            own, over = self._own[giver], self._over(giver)
+            if own and over > 0:
+                order.append((-max(over, self._surplus_around(own[-1].document)), -over, giver))
+        for _, _, giver in sorted(order):
+            while self._rooms:
+                wanted = self._over(giver)
+                if wanted <= 0:
+                    break
+                if self._move_small(giver, wanted):
+                    continue
                 move = self._choose(giver, wanted)
                 if move is None:
-                    continue  # not even the largest room holds a shard, or the cap forbids it
+                    break  # not even the largest room holds a shard, or the cap forbids it
                 self._take(giver, move)
                 while self._is_open(move.server):
                     follower, follow = self._follow(move.server, move.piece.document)
@@ -175,17 +176,6 @@ class Moves:
                         break
                     self._take(follower, follow)
                 self._reopen(move.server)
-            if self._over(giver) > 0:
-                heappush(queue, (*self._urgency(giver), giver))
-
-    def _urgency(self, giver: int) -> tuple[int, int]:
-        """Order among givers: first who shares the document with the largest surplus over all its homes."""
-        own, over = self._own[giver], self._over(giver)
-        if giver not in self._static: self._static[giver]=-max(over, self._surplus_around(own[-1].document)) if own else -over
-        import os
-        P=float(os.environ.get('PW','1'))
-        cur=-max(over, self._surplus_around(own[-1].document)) if own else -over
-        return int(self._static[giver]*P+cur*(1-P)), -over
 
     def _surplus_around(self, document: int) -> int:
         """What the homes of a document have to give, all together."""

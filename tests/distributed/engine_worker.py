@@ -224,6 +224,7 @@ def missing_rank() -> dict:
 
 def different_options() -> dict:
     """Rank 1 has another tolerance."""
+    deepspeed.init_distributed("gloo")
     engine = _engine({"tolerance": 0.1 * (1 + dist.get_rank())})
     try:
         engine(**_batch(9, 4))
@@ -235,8 +236,10 @@ def different_options() -> dict:
 def on_and_off() -> dict:
     """What the block switches, and what is left after detach() and uninstall()."""
     original = deepspeed.initialize
+    plain = _engine(None)
+    own_hooks = len(plain.module._forward_pre_hooks) + len(plain.module._forward_hooks)
     found = {
-        "absent": hasattr(_engine(None), "distca"),
+        "absent": hasattr(plain, "distca"),
         "disabled": hasattr(_engine({"enabled": False}), "distca"),
     }
     engine = _engine({})
@@ -245,7 +248,7 @@ def on_and_off() -> dict:
     before = engine.module.config._attn_implementation
     engine.distca.detach()
     after = engine.module.config._attn_implementation
-    assert before == "distca"
+    assert before.startswith("distca")
     hooks = len(engine.module._forward_pre_hooks) + len(engine.module._forward_hooks)
     deepspeed_distca.uninstall()
     uninstalled = deepspeed.initialize is not original and not hasattr(deepspeed.initialize, "_distca_original")
@@ -255,7 +258,7 @@ def on_and_off() -> dict:
     return {
         **found,
         "detached_implementation": after,
-        "hooks_left": hooks,
+        "hooks_left": hooks - own_hooks,
         "uninstalled": uninstalled,
         "installed_again": hasattr(deepspeed.initialize, "_distca_original") and not hasattr(again, "_distca_original"),
     }

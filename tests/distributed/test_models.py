@@ -15,7 +15,9 @@ def found():
 
 def test_every_family_is_exact(found):
     failed = [
-        r for r in found["exact"] if "error" in r or not max(r["loss_error"], r["gradient_error"]) <= models_table.BOUND
+        r
+        for r in found["exact"]
+        if "error" in r or not max(r["loss_error"], r["gradient_error"]) <= models_table.BOUND
     ]
     assert not failed
     assert [r["name"] for r in found["exact"]] == list(model_families.EXACT)

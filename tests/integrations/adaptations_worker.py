@@ -64,7 +64,9 @@ def lora(seed: int, targets: list[str], checkpointing: str) -> dict:
     def build():
         model = tiny_llama(seed)
         torch.manual_seed(seed)
-        config = LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM")
+        config = LoraConfig(
+            r=4, target_modules=targets, lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         return get_peft_model(model, config)
 
     model, plain = build(), build()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled plans: every task finds its rows, senders and receivers agree, nothing travels that need not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.plan import HOME_ROW, PEER, ROWS, WORK_ROW, PlanCompiler, RankPlan
+from deepspeed_distca.scheduler.tasks import home_tasks
+from tests.distributed.random_plans import random_layout, random_tasks
+
+cases = st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 6), st.sampled_from([None, 1, 3, 40]))
+
+
+def compiled(seed: int, world: int, window: int | None) -> tuple[Layout, np.ndarray, list[RankPlan]]:
+    rng = np.random.default_rng(seed)
+    layout = random_layout(rng, world, documents=int(rng.integers(1, 8)), longest=int(rng.integers(1, 60)))
+    tasks = random_tasks(rng, layout, window, stay=float(rng.choice([0.0, 0.5, 1.0])))
+    compiler = PlanCompiler(layout, tasks)
+    return layout, tasks, [compiler.rank(r) for r in range(world)]
+
+
+def tokens_of(layout: Layout, rank: int) -> np.ndarray:
+    """(document, position) of every home row, int64 [rows, 2]."""
+    parts = [np.stack([np.full(n, d), np.arange(a, a + n)], axis=1) for d, a, n in layout.rank(rank)]
+    return np.concatenate(parts) if parts else np.zeros((0, 2), dtype=np.int64)
+
+
+def workspace(layout: Layout, plan: RankPlan, kind: str) -> np.ndarray:
+    """(document, position) of every workspace row as the incoming runs fill it; each row is filled exactly once."""
+    runs = plan.q_in if kind == "q" else plan.kv_in
+    rows = plan.work_q_rows if kind == "q" else plan.work_kv_rows
+    work = np.full((rows, 2), -1, dtype=np.int64)
+    for run in runs:
+        target = slice(run[WORK_ROW], run[WORK_ROW] + run[ROWS])
+        assert (work[target] == -1).all()
+        work[target] = tokens_of(layout, run[PEER])[run[HOME_ROW] : run[HOME_ROW] + run[ROWS]]
+    assert (work >= 0).all()
+    return work
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases)
+def test_tasks_find_the_rows_they_ask_for(case: tuple) -> None:
+    layout, tasks, plans = compiled(*case)
+    found = []
+    for server, plan in enumerate(plans):
+        home = tokens_of(layout, server)
+        buffers = [(plan.local, home, home)]
+        buffers.append((plan.remote, workspace(layout, plan, "q"), workspace(layout, plan, "kv")))
+        for ranges, q, k in buffers:
+            for i in range(len(ranges)):
+                queries = q[ranges.q_start[i] : ranges.q_start[i] + ranges.q_len[i]]
+                keys = k[ranges.k_start[i] : ranges.k_start[i] + ranges.k_len[i]]
+                assert len(queries) == ranges.q_len[i] and len(keys) == ranges.k_len[i]
+                document, start = queries[0]
+                for rows in (queries, keys):  # contiguous positions of one document, the last query sees the last key
+                    assert (rows[:, 0] == document).all() and (np.diff(rows[:, 1]) == 1).all()
+                assert queries[-1, 1] == keys[-1, 1]
+                found.append((document, start, queries[-1, 1] + 1, keys[0, 1], server))
+    assert sorted(found) == sorted(map(tuple, tasks.tolist()))
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases)
+def test_senders_and_receivers_list_the_same_runs_in_the_same_order(case: tuple) -> None:
+    _, _, plans = compiled(*case)
+    for home, sender in enumerate(plans):
+        for server, receiver in enumerate(plans):
+            if home == server:
+                continue
+            for out, into in ((sender.q_out, receiver.q_in), (sender.kv_out, receiver.kv_in)):
+                sent, received = out[out[:, PEER] == server][:, 1:], into[into[:, PEER] == home][:, 1:]
+                assert np.array_equal(sent, received)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases)
+def test_waves_partition_the_tasks_and_share_no_key_row(case: tuple) -> None:
+    _, _, plans = compiled(*case)
+    for plan in plans:
+        assert sorted(np.concatenate([*plan.waves, np.zeros(0, dtype=int)]).tolist()) == list(range(len(plan.remote)))
+        for ranges in [plan.local, *(plan.remote.take(w) for w in plan.waves)]:
+            order = np.argsort(ranges.k_start)
+            ends = (ranges.k_start + ranges.k_len)[order]
+            assert (ranges.k_start[order][1:] >= ends[:-1]).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6))
+def test_whole_documents_at_home_move_nothing(seed: int, world: int) -> None:
+    rng = np.random.default_rng(seed)
+    layout = Layout.from_lengths([rng.integers(1, 50, size=int(rng.integers(0, 5))).tolist() for _ in range(world)])
+    compiler = PlanCompiler(layout, home_tasks(layout))
+    assert not compiler.moves_rows and not compiler.bytes_sent(Heads(), "forward").any()
+    for rank in range(world):
+        plan = compiler.rank(rank)
+        assert plan.is_local and int(plan.local.q_len.sum()) == plan.home_rows
+
+
+def test_bytes_sent_of_one_moved_tail() -> None:
+    layout = Layout.from_lengths([[100], [10]])
+    tasks = np.array([[0, 0, 60, 0, 0], [0, 60, 100, 0, 1], [1, 0, 10, 0, 1]])
+    compiler = PlanCompiler(layout, tasks)
+    heads = Heads(query=4, key_value=1, head_dim=8)  # q row 64 bytes, k and v rows 32, lse 16
+    assert compiler.bytes_sent(heads, "forward").tolist() == [40 * 64 + 100 * 32, 40 * (64 + 16)]
+    assert compiler.bytes_sent(heads, "backward").tolist() == [40 * (128 + 32) + 100 * 32, 40 * 64 + 100 * 32]
+    assert compiler.rank(1).received_rows == (40, 100)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_empty_layout(world: int) -> None:
+    layout = Layout.from_lengths([[] for _ in range(world)])
+    plan = PlanCompiler(layout, np.zeros((0, 5), dtype=np.int64)).rank(world - 1)
+    assert plan.is_local and not len(plan.local) and plan.home_rows == 0

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `distca` block: what is accepted, and errors that name the key, what was given and what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_distca.config import DistCAConfig, DistCAConfigError, get_distca_config, parse_config
+
+
+def test_defaults_and_documented_options() -> None:
+    config = parse_config({})
+    assert config.enabled and config.kernel is None and config.overlap is None and config.servers is None
+    assert config.tolerance == 0.02 and config.check_plan and config.token_weighted_loss
+
+
+def test_no_block_or_disabled_is_none() -> None:
+    assert get_distca_config({}) is None
+    assert get_distca_config({"distca": {"enabled": False}}) is None
+    assert isinstance(get_distca_config({"distca": {"enabled": True}}), DistCAConfig)
+
+
+@pytest.mark.parametrize("value", ["off", 3, ["enabled"], True])
+def test_block_that_is_no_block(value: object) -> None:
+    with pytest.raises(DistCAConfigError, match="must be a block of options"):
+        get_distca_config({"distca": value})
+
+
+def test_int_is_a_float() -> None:
+    assert parse_config({"tolerance": 0, "timeout_seconds": 30}).timeout_seconds == 30.0
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"tolerence": 0.1}, ["`distca.tolerence`", "0.1", "tolerance", "granularity"]),
+        ({"tolerance": -0.5}, ["`distca.tolerance`", "-0.5", "greater than or equal to 0"]),
+        ({"tolerance": "0.1"}, ["`distca.tolerance`", "'0.1'", "valid number"]),
+        ({"tolerance": float("nan")}, ["`distca.tolerance`", "nan", "finite"]),
+        ({"tolerance": float("inf")}, ["`distca.tolerance`", "inf"]),
+        ({"enabled": 1}, ["`distca.enabled`", "1", "boolean"]),
+        ({"enabled": "yes"}, ["`distca.enabled`", "'yes'"]),
+        ({"granularity": 0}, ["`distca.granularity`", "0", "greater than or equal to 1"]),
+        ({"granularity": 1.5}, ["`distca.granularity`", "1.5", "integer"]),
+        ({"granularity": True}, ["`distca.granularity`", "True", "integer"]),
+        ({"min_shard_tokens": -1}, ["`distca.min_shard_tokens`", "-1"]),
+        ({"servers": 0}, ["`distca.servers`", "0"]),
+        ({"max_received_rows": 0}, ["`distca.max_received_rows`", "0"]),
+        ({"kernel": "flash"}, ["`distca.kernel`", "'flash'", "flash_attn_4", "reference"]),
+        ({"overlap": "always"}, ["`distca.overlap`", "'always'", "local_first", "none"]),
+        ({"timeout_seconds": 0}, ["`distca.timeout_seconds`", "0", "greater than 0"]),
+        ({"tolerance": "auto"}, ["`distca.tolerance`", "auto", "leave the key out"]),
+        ({"kernel": "auto"}, ["`distca.kernel`", "auto", "leave the key out"]),
+        ({"tolerance": -1, "granularity": 0}, ["`distca.tolerance`", "`distca.granularity`"]),
+    ],
+)
+def test_errors_name_key_value_and_what_is_allowed(block: dict, words: list[str]) -> None:
+    with pytest.raises(DistCAConfigError) as raised:
+        parse_config(block)
+    for word in words:
+        assert word in str(raised.value), raised.value

@@ -20,6 +20,19 @@ class DistCAConfigError(ValueError):
     """A ``distca`` block that cannot be used; the message names the key, what was given and what is allowed."""
 
 
+class PipelineConfig(DeepSpeedConfigModel):
+    """Options of ``distca.pipeline``, for engines with pipeline stages."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    scope: Literal["stage", "grid"] = "grid"
+    """ Which ranks share attention: "stage", the replicas of one stage, under DeepSpeed's own schedule; "grid", all
+    stages and replicas, under a schedule in which all stages are in the same phase at any time. Left out: "grid". """
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(strict=True, **data)
+
+
 class DistCAConfig(DeepSpeedConfigModel):
     """Options of the ``distca`` block."""
 
@@ -58,6 +71,9 @@ class DistCAConfig(DeepSpeedConfigModel):
 
     token_weighted_loss: bool = True
     """ Weight the model's loss so that its mean over ranks and micro-batches is the mean over all target tokens. """
+
+    pipeline: PipelineConfig | None = None
+    """ Pipeline parallelism; other engines pay no attention to it. """
 
     timeout_seconds: float = Field(600.0, gt=0.0, allow_inf_nan=False)
     """ How long a rank waits for the others before it stops with an error. """
@@ -101,6 +117,6 @@ def get_distca_config(param_dict: Mapping[str, Any]) -> DistCAConfig | None:
 def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        options = ", ".join(DistCAConfig.model_fields)
+        options = ", ".join((PipelineConfig if item["loc"][0] == "pipeline" else DistCAConfig).model_fields)
         return f"`{BLOCK}.{key}` is not an option (given: {item['input']!r}); options: {options}"
     return f"`{BLOCK}.{key}` was given {item['input']!r}; allowed: {item['msg'].removeprefix('Input should be ')}"

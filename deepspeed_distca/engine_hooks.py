@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import groups, log_dist
+from deepspeed.utils import groups
 
 from deepspeed_distca.attention_server.agreement import Agreement, MicroBatch, agreement_group, fingerprint
 from deepspeed_distca.attention_server.exchange import PeerToPeerExchange, exchange_group
 from deepspeed_distca.attention_server.kernels import KernelError, select_kernel
+from deepspeed_distca.attention_server.pending import PendingPlan
 from deepspeed_distca.attention_server.runtime import AttentionServer, MicroBatchPlan, PlanOptions
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
 from deepspeed_distca.integrations.monitor import StepMonitor
+from deepspeed_distca.integrations.pipeline.runtime import PipelineRuntime
 from deepspeed_distca.integrations.transformers import (
     DecoderHooks,
     Description,
@@ -77,7 +79,12 @@ def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -
     if options is None or getattr(engine, "distca", None) is not None:
         return engine
     _check_engine(engine)
-    engine.distca = Runtime(engine, options)
+    if isinstance(engine, PipelineEngine):
+        module = engine.module
+        heads = heads_of(module.config, next(module.parameters()).dtype) if hasattr(module, "config") else None
+        engine.distca = PipelineRuntime(engine, options, heads)
+    else:
+        engine.distca = Runtime(engine, options)
     engine._config.distca_config = options  # shown in DeepSpeed's dump of its configuration
     return engine
 
@@ -131,25 +138,32 @@ class Runtime:
         )
         self._hooks = DecoderHooks(decoder, modules, windows, self, weight_loss=config.token_weighted_loss)
         self._monitor = StepMonitor(engine, lambda: self.server.planned, dist.get_rank())
-        log_dist(
-            f"distca: {len(modules)} attention layers of {type(decoder).__name__}{_describe_windows(windows)} over "
-            f"{servers} attention servers in {len(server_groups)} group(s); kernel {_kernel_in_words(engine, config, heads, windows)}, "
-            f"overlap {'local_first' if config.overlap != 'none' else 'none'}, cost model fitted ({heads.query}/"
-            f"{heads.key_value} heads of {heads.head_dim}), tolerance {config.tolerance:g}",
-            ranks=[0],
-        )
+        if dist.get_rank() == 0:
+            # Printed, not logged: DeepSpeed's logger shows warnings only, and without this line a run that ignores the
+            # block looks like one that honours it.
+            kernel = _kernel_in_words(engine, config, heads, windows)
+            print(
+                f"distca: {len(modules)} attention layers of {type(decoder).__name__}{_describe_windows(windows)} "
+                f"over {servers} attention servers in {len(server_groups)} group(s); kernel {kernel}, overlap "
+                f"{'local_first' if config.overlap != 'none' else 'none'}, cost model fitted ({heads.query}/"
+                f"{heads.key_value} heads of {heads.head_dim}), tolerance {config.tolerance:g}",
+                flush=True,
+            )
 
     @property
     def stats(self) -> StepStatistics:
         """Statistics of the last step; reading the kernels' time on a GPU waits for them."""
         return self.server.stats
 
-    def plan(self, description: Description | Exception, device: torch.device) -> tuple[MicroBatchPlan, float]:
+    def plan(self, description: Description | Exception, device: torch.device) -> tuple[PendingPlan, torch.Tensor]:
         """See ``integrations.transformers.Planner``."""
         given = description
         if isinstance(description, Description):
             given = MicroBatch(description.layout, description.targets, description.step_targets)
-        return self.server.plan(given)
+        pending = PendingPlan(lambda: self.server.plan(given), device)
+        if isinstance(given, Exception):
+            pending.result()  # raises: the model could not run on such an input anyway
+        return pending, pending.divisor
 
     def plan_alone(self, layout: Layout, device: torch.device) -> MicroBatchPlan:
         """See ``integrations.transformers.Planner``."""
@@ -208,7 +222,6 @@ def heads_of(config: Any, dtype: torch.dtype) -> Heads:
 
 def _check_engine(engine: DeepSpeedEngine) -> None:
     refused = {
-        "a PipelineModule": isinstance(engine, PipelineEngine),
         "sequence parallelism (Ulysses, ALST)": groups._get_sequence_parallel_world_size() > 1,
     }
     for what, found in refused.items():

@@ -55,8 +55,9 @@ _KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_leng
 class Planner(Protocol):
     """What makes plans: see ``deepspeed_distca.engine_hooks.Runtime``."""
 
-    def plan(self, description: Description | Exception, device: torch.device) -> tuple[Plan, float]:
-        """Collective: the plan of a training micro-batch, and the divisor of its summed loss."""
+    def plan(self, description: Description | Exception, device: torch.device) -> tuple[Plan, torch.Tensor]:
+        """Collective: the plan of a training micro-batch, and the divisor of its summed loss, a scalar on the device
+        that has its value once the plan was used. An error may come with the plan's first use."""
 
     def plan_alone(self, layout: Layout, device: torch.device) -> Plan:
         """Everything on this rank, without a word to the others: for evaluation."""

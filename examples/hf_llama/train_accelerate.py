@@ -67,8 +67,8 @@ def main() -> None:
             losses = []
             if step == args.steps:
                 break
-    accelerator.end_training()
     model.destroy()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

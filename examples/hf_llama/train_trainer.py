@@ -9,6 +9,7 @@ Trainer and model where documents begin. `torchrun` and `accelerate launch` star
 
 from __future__ import annotations
 
+import deepspeed
 import torch
 from corpus import load_texts
 from train import load_config, make_model, make_tokenizer, parse_args
@@ -25,6 +26,9 @@ def main() -> None:
     args = parse_args()
     torch.manual_seed(args.seed)
     config = load_config(args)
+    if not torch.cuda.is_available():
+        # DeepSpeed would first spend most of a minute compiling its shared-memory collectives for CPUs.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     arguments = training_arguments(args, config)  # joins the process group
 
     texts = load_texts(args.text_dir, args.documents, args.seed)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ COSTS = {
     "backward": (CostModel.fitted(HEADS), "backward"),
 }
 
+RANKS = st.integers(1, 9)
+DOCUMENTS = st.integers(1, 24)
 LENGTHS = st.one_of(
     st.sampled_from([1, 2, 7, 127, 128, 129, 331, 1000, 4096, 5003, 20000]),
     st.integers(1, 40000),
@@ -26,7 +29,7 @@ LENGTHS = st.one_of(
 
 
 @st.composite
-def layouts(draw, ranks=st.integers(1, 9), documents=st.integers(1, 24), lengths=LENGTHS) -> Layout:
+def layouts(draw, ranks=RANKS, documents=DOCUMENTS, lengths=LENGTHS) -> Layout:
     """Documents of any length, whole or in pieces, on any ranks in any order; ranks may be empty. Ids have gaps."""
     num_ranks = draw(ranks)
     rng = random.Random(draw(st.integers(0, 2**32)))
@@ -34,7 +37,7 @@ def layouts(draw, ranks=st.integers(1, 9), documents=st.integers(1, 24), lengths
     for document, length in enumerate([draw(lengths) for _ in range(draw(documents))]):
         pieces = min(length, rng.choice([1, 1, 1, 2, 3, 6]))
         borders = [0, *sorted(rng.sample(range(1, length), pieces - 1)), length] if length > 1 else [0, 1]
-        for start, end in zip(borders, borders[1:], strict=False):
+        for start, end in itertools.pairwise(borders):
             rows[rng.randrange(num_ranks)].append(Segment(document * 7 + 3, start, end - start))
     for row in rows:
         rng.shuffle(row)

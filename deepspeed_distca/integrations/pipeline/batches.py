@@ -17,7 +17,6 @@ from deepspeed_distca.integrations.batch_layout import (
     filled,
     with_position_ids,
 )
-from deepspeed_distca.integrations.pipeline.layers import IGNORE_INDEX
 from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout, LayoutError
 
 #: ((input_ids, position_ids), labels): what the first and the last stage load.
@@ -27,26 +26,26 @@ PipelineBatch = tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]
 def pipeline_batch(batch: Mapping[str, Any] | PipelineBatch) -> PipelineBatch:
     """A batch of :class:`deepspeed_distca.PackedSequenceCollator` as PipelineEngine takes it.
 
-    For ``engine.set_batch_fn``. Needed without the plugin only; with it, mappings are converted anyway. What is in
-    PipelineEngine's form already passes unchanged.
+    For ``engine.set_batch_fn``. Needed without the plugin only; with it, batches are converted anyway. A batch of no
+    tokens gets one, without a target.
 
     Args:
-        batch: input_ids and shift_labels int64 [1, tokens], and position_ids or a description of the documents.
+        batch: input_ids and shift_labels int64 [1, tokens], and position_ids or a description of the documents; or
+            what is in PipelineEngine's form already.
 
     Raises:
-        KeyError: keys that are missing.
+        TypeError, KeyError: neither, or keys that are missing.
     """
-    if not isinstance(batch, Mapping):
-        return batch
+    batch = _as_mapping(batch)
     missing = {"input_ids", "shift_labels"} - set(batch)
     if missing:
         raise KeyError(
-            f"{sorted(missing)} missing in a batch with the keys {sorted(map(str, batch))}: use PackedSequenceCollator "
-            "as the loader's collate_fn"
+            f"{sorted(missing)} missing in a batch with the keys {sorted(map(str, batch))}: use "
+            "PackedSequenceCollator as the loader's collate_fn"
         )
     description = {key: batch.get(key) for key in DESCRIPTION}
-    given = filled(dict(batch))
-    given = with_position_ids(given, description, batch_layout(given, description).filled())
+    layout = batch_layout(batch, description).filled()
+    given = with_position_ids(filled(dict(batch)), description, layout)
     if given.get("position_ids") is None:
         raise KeyError("neither position_ids nor a layout nor cu_seqlens is in the batch")
     return (given["input_ids"], given["position_ids"]), given["shift_labels"]
@@ -76,15 +75,7 @@ def describe(batch: Any, replica: int) -> Described:
     Raises:
         ValueError, TypeError: a batch that is neither, or whose documents cannot be told apart.
     """
-    if not isinstance(batch, Mapping):
-        try:
-            (input_ids, position_ids), labels = batch
-        except (TypeError, ValueError):
-            raise TypeError(
-                "a micro-batch must be a mapping as PackedSequenceCollator makes it, or ((input_ids, position_ids), "
-                f"labels); got {type(batch).__name__}"
-            ) from None
-        batch = {"input_ids": input_ids, "position_ids": position_ids, "shift_labels": labels}
+    batch = _as_mapping(batch)
     description = {key: batch.get(key) for key in DESCRIPTION}
     layout = batch_layout(batch, description).filled()
     shared = layout.num_ranks > 1
@@ -92,6 +83,19 @@ def describe(batch: Any, replica: int) -> Described:
         raise LayoutError(f"the layout has {layout.num_ranks} ranks, but this is replica {replica}")
     rows = layout.segments[layout.segments[:, RANK] == (replica if shared else 0)]
     return Described(rows[:, [DOCUMENT, START, LENGTH]], shared, count_targets(batch, description))
+
+
+def _as_mapping(batch: Any) -> Mapping[str, Any]:
+    if isinstance(batch, Mapping):
+        return batch
+    try:
+        (input_ids, position_ids), labels = batch
+    except (TypeError, ValueError):
+        raise TypeError(
+            "a micro-batch must be a mapping as PackedSequenceCollator makes it, or ((input_ids, position_ids), "
+            f"labels); got {type(batch).__name__}"
+        ) from None
+    return {"input_ids": input_ids, "position_ids": position_ids, "shift_labels": labels}
 
 
 def to_message(micro_batches: list[Described]) -> np.ndarray:
@@ -134,23 +138,21 @@ def merge(replicas: list[Described]) -> Layout:
     return Layout(np.concatenate(rows), len(replicas)).validate()
 
 
-def over_stages(layouts: list[Layout | None], replicas: int) -> Layout:
-    """One layout over the ranks of a grid of stages x replicas (replica counting fastest).
+def over_grid(layouts: list[Layout | None], place: np.ndarray) -> Layout:
+    """One layout over the ranks of a grid of stages x replicas.
 
     Args:
         layouts: by stage, the layout over its replicas; None where the stage has no micro-batch.
+        place: int64 [stages, replicas], the number that each rank has in the layout.
     """
     rows, documents = [np.zeros((0, 4), dtype=np.int64)], 0
     for stage, layout in enumerate(layouts):
         if layout is None:
             continue
         segments = layout.segments.copy()
-        segments[:, RANK] += stage * replicas
+        segments[:, RANK] = place[stage, segments[:, RANK]]
         segments[:, DOCUMENT] += documents
         documents += int(layout.segments[:, DOCUMENT].max(initial=-1)) + 1
         rows.append(segments)
-    return Layout(np.concatenate(rows), len(layouts) * replicas)
-
-
-__all__ = ["IGNORE_INDEX", "Described", "PipelineBatch", "describe", "from_message", "merge", "over_stages"]
-__all__ += ["pipeline_batch", "to_message"]
+    segments = np.concatenate(rows)
+    return Layout(segments[np.argsort(segments[:, RANK], kind="stable")], place.size)

@@ -46,6 +46,8 @@ class DecoderPipeline(PipelineModule):
     Attributes:
         config: the model's configuration.
         context: what the stage's layers share.
+        stage_windows: for each stage, the window of each of its attention layers.
+        attention_scale: the factor on scores, the same in all layers.
 
     Raises:
         UnsupportedModelError: a model that is not of the Llama family.
@@ -61,7 +63,7 @@ class DecoderPipeline(PipelineModule):
         if len(layers) < num_stages:
             raise ValueError(f"{len(layers)} decoder layers cannot be divided over {num_stages} stages")
         context = StageContext(config, model.model.rotary_emb)
-        windows = decoder_windows(config)
+        windows, scale = decoder_attention(config)
         specs = _layer_specs(model, context, windows)
         super().__init__(
             specs,
@@ -78,7 +80,7 @@ class DecoderPipeline(PipelineModule):
         )
         for spec in specs:
             spec.module_args = ()  # built: what it held of other stages goes
-        self.config, self.context = config, context
+        self.config, self.context, self.attention_scale = config, context, scale
         for index, layer in enumerate(self.decoder_layers):
             layer.index = index
         # Decoder layers of every stage: what its ranks compute attention for, layer by layer.
@@ -148,14 +150,15 @@ def check_family(model: PreTrainedModel) -> None:
     inner = getattr(model, "model", None)
     if kind not in MODEL_TYPES or not hasattr(model, "lm_head") or not all(hasattr(inner, p) for p in parts):
         raise UnsupportedModelError(
-            f"{type(model).__name__} (model type {kind!r}) cannot be divided into pipeline stages; supported are causal "
-            f"language models of the types {', '.join(MODEL_TYPES)}"
+            f"{type(model).__name__} (model type {kind!r}) cannot be divided into pipeline stages; supported are "
+            f"causal language models of the types {', '.join(MODEL_TYPES)}"
         )
 
 
-def decoder_windows(config: Any) -> list[int | None]:
-    """The sliding window of each decoder layer of a model with that configuration."""
-    return attention_windows([layer.self_attn for layer in _meta_model(config).model.layers])
+def decoder_attention(config: Any) -> tuple[list[int | None], float]:
+    """The sliding window of each decoder layer of a model with that configuration, and the factor on scores."""
+    modules = [layer.self_attn for layer in _meta_model(config).model.layers]
+    return attention_windows(modules), float(modules[0].scaling)
 
 
 def check_attention(config: Any) -> None:
@@ -196,4 +199,4 @@ def _layer_names(specs: list[LayerSpec]) -> list[tuple[str, str]]:
     ]
 
 
-__all__ = ["MODEL_TYPES", "DecoderPipeline", "check_attention", "check_family", "decoder_windows"]
+__all__ = ["MODEL_TYPES", "DecoderPipeline", "check_attention", "check_family", "decoder_attention"]

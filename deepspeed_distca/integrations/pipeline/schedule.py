@@ -6,9 +6,9 @@ the attention of all stages could be shared. Here time is cut into ticks that al
 without a micro-batch in a tick (while the pipeline fills and drains) has a *serve* instruction in the place of its
 forward or backward: its rank takes part in the exchange of every layer with no rows of its own.
 
-Cycle c = 0 .. m + 2 (S - 1) - 1 holds a forward tick while c < m + S - 1, in which stage s has micro-batch c - s, and a
-backward tick once c >= S - 1, in which it has micro-batch c - (2 (S - 1) - s): m + S - 1 ticks of either phase, as many
-as 1F1B takes.
+Cycle c = 0 .. m + 2 (S - 1) - 1 holds a forward tick while c < m + S - 1, in which stage s has micro-batch c - s, and
+a backward tick once c >= S - 1, in which it has micro-batch c - (2 (S - 1) - s): m + S - 1 ticks of either phase, as
+many as 1F1B takes.
 """
 
 from __future__ import annotations
@@ -60,6 +60,20 @@ def evaluation_ticks(micro_batches: int, stages: int) -> list[Tick]:
         _tick("forward", [cycle - s for s in range(stages)], micro_batches)
         for cycle in range(micro_batches + stages - 1)
     ]
+
+
+def passes(schedule: ds.PipeSchedule) -> list[Tick]:
+    """The forward and backward passes of one stage under any schedule that takes micro-batches in order, as ticks of
+    that stage alone."""
+    count = {"forward": 0, "backward": 0}
+    ticks = []
+    for step in schedule.steps():
+        for command in step:
+            phase: Phase | None = {ds.ForwardPass: "forward", ds.BackwardPass: "backward"}.get(type(command))
+            if phase is not None:
+                ticks.append(Tick(phase, (count[phase],)))
+                count[phase] += 1
+    return ticks
 
 
 class _TickSchedule(ds.PipeSchedule):

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 
 import common
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -13,8 +13,11 @@ import deepspeed_distca
 from deepspeed_distca import PackedSequenceCollator
 
 common.no_compiled_collectives()
-stop_after = int(sys.argv[1]) if len(sys.argv) > 1 else common.STEPS
-resume = "--resume" in sys.argv
+parser = argparse.ArgumentParser()
+parser.add_argument("--stop-after", type=int, default=common.STEPS)
+parser.add_argument("--resume", action="store_true")
+parser.add_argument("--local_rank", type=int)  # given by the deepspeed launcher
+options = parser.parse_args()
 
 
 class Record(TrainerCallback):
@@ -29,7 +32,7 @@ class Record(TrainerCallback):
             self.eval_losses[state.global_step] = logs["eval_loss"]
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        control.should_training_stop = state.global_step >= stop_after
+        control.should_training_stop = state.global_step >= options.stop_after
 
 
 arguments = TrainingArguments(
@@ -64,7 +67,7 @@ trainer = Trainer(
     data_collator=PackedSequenceCollator(),
     callbacks=[record],
 )
-trainer.train(resume_from_checkpoint=resume)
+trainer.train(resume_from_checkpoint=options.resume)
 final = trainer.evaluate()
 engine = trainer.model_wrapped
 assert isinstance(engine.distca, deepspeed_distca.Runtime)

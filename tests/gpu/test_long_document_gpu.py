@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two GPUs: one document of 128K tokens over two ranks of 64K, exact in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.harness import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("placement", ["contiguous", "head-tail"])
+def test_document_of_two_ranks(placement: str) -> None:
+    results = run_ranks(
+        "tests.gpu.long_document_worker:check", 2, timeout=190, accelerator="cuda", placement=placement
+    )
+    for outcome in results:
+        print(placement, outcome)
+        assert outcome["loss"] < 1e-5 and outcome["gradient"] < 1e-5, outcome

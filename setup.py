@@ -41,6 +41,7 @@ setup(
             "pytest>=8",
             "pytest-timeout",
             "ruff",
+            "trl",
         ],
     },
     entry_points={"console_scripts": ["ds_distca = deepspeed_distca.cli:main"]},

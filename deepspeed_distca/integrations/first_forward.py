@@ -68,8 +68,8 @@ class FirstForward:
             return False
         if (rule.window or None) != (window or None):
             raise UnsupportedModelError(
-                f"{kind} masks by a window of {rule.window} keys, but its attention call conveys {window}; what only a "
-                f"mask conveys cannot be honoured. {_DISABLE}"
+                f"{kind} masks by a window of {rule.window} keys, but its attention call conveys {window}; what only "
+                f"a mask conveys cannot be honoured. {_DISABLE}"
             )
         if rule.fault:
             raise UnsupportedModelError(f"{kind} masks by {rule.fault}. {_DISABLE}")

@@ -17,8 +17,8 @@ BOUND = 1e-5
 _TEXT = """# Models
 
 Causal decoders whose attention goes through the attention interface of transformers. The tables are made by the
-tests (`python -m tests.distributed.models_table`, transformers {version}); a test fails when they no longer say what it
-finds.
+tests (`python -m tests.distributed.models_table`, transformers {version}); a test fails when they no longer say what
+it finds.
 
 **Exact** means: a tiny random instance in fp32 over two ranks, five documents of 1 to 47 tokens of which one continues
 on the second rank, windows of {window} keys, attention tasks moved between the ranks. The loss and every parameter's
@@ -35,16 +35,16 @@ model without the plugin.
 
 {refused}
 
-Models that are not in these tables: the first forward of every model is looked at. Its attention modules must each call
-the interface once, with the window they were planned with, and the mask that transformers would have built for each must
-be causal attention inside documents with that very window. What differs is refused.
+Models that are not in these tables: the first forward of every model is looked at. Each of its attention modules must
+call the interface once, with the window it was planned with, and the mask that transformers would have built for it
+must be causal attention inside documents with that very window. What differs is refused.
 
 Also refused, on every rank: attention dropout, `output_attentions` in training, a KV cache in training, masks of three
 and more dimensions, multi-axis position ids. Evaluation without a packed batch, `generate()` and KV caches go the
 model's own way.
 
-PEFT wrappers (LoRA with keys and values frozen too), frozen layers, tied embeddings, router losses, `torch.compile` and
-several models in one process are covered by `tests/integrations`.
+PEFT wrappers (LoRA with keys and values frozen too), frozen layers, tied embeddings, router losses, `torch.compile`
+and several models in one process are covered by `tests/integrations`.
 """
 
 

@@ -225,7 +225,26 @@ def one_rank_fails(seed: int) -> dict:
     return messages
 
 
-def run(seed: int) -> dict:
+def monitored(seed: int, folder: str) -> dict:
+    """Three optimizer steps of two micro-batches with DeepSpeed's CSV monitor."""
+    csv = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
+    engine, *_ = deepspeed.initialize(model=tiny_llama(seed), config=ds_config(0, 2, DISTCA, **csv))
+    engine.train()
+    expected = []
+    for turn in range(6):
+        layout = Layout.from_lengths([[31 + 5 * turn, 4], [9, 3]])
+        documents = documents_of(layout, np.random.default_rng(turn))
+        engine.backward(engine(**batch_from_layout(documents, layout, dist.get_rank())).loss)
+        engine.step()
+        if turn % 2:
+            expected.append([engine.distca.stats.balance_before, engine.distca.stats.bytes_moved])
+    dist.barrier()
+    wrapped = "step" in vars(engine)
+    engine.distca.detach()
+    return {"expected": expected, "wrapped": wrapped, "left": "step" in vars(engine)}
+
+
+def run(seed: int, folder: str) -> dict:
     deepspeed.init_distributed("gloo")
     results = {
         f"lora {'+'.join(targets)} {checkpointing}": lora(seed, targets, checkpointing)
@@ -245,4 +264,5 @@ def run(seed: int) -> dict:
         "router losses": router_losses(seed),
         "evaluation": evaluation(seed),
         "one rank fails": one_rank_fails(seed),
+        "monitored": monitored(seed, folder),
     }

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 
 from tests.distributed.harness import run_ranks
@@ -11,8 +13,13 @@ BOUND = 1e-5
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return run_ranks("tests.integrations.adaptations_worker:run", 2, timeout=280, seed=3)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("monitor")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return run_ranks("tests.integrations.adaptations_worker:run", 2, timeout=280, seed=3, folder=str(folder))
 
 
 def test_lora_and_frozen_layers_are_exact(ranks):
@@ -55,3 +62,17 @@ def test_what_one_rank_cannot_use_is_an_error_on_all(ranks):
         kind, text = message.split(": ", 1)
         assert kind in ("LayoutError", "UnsupportedModelError"), (name, message)
         assert second[name] == f"AgreementError: rank 0 cannot use its micro-batch: {text}"
+
+
+def test_the_monitor_has_a_line_for_every_optimizer_step(ranks, folder):
+    def column(name: str) -> list[float]:
+        _, *rows = csv.reader(next(folder.rglob(f"Train_DistCA_{name}.csv")).open())
+        return [float(value) for _, value in rows]
+
+    expected = ranks[0]["monitored"]["expected"]
+    assert column("balance_before") == pytest.approx([balance for balance, _ in expected])
+    assert column("bytes_moved") == [moved for _, moved in expected]
+    assert all(a <= b for a, b in zip(column("balance_after"), column("balance_before"), strict=True))
+    assert len(column("planning_ms")) == 3 and min(column("planning_ms")) > 0.0
+    assert [rank["monitored"]["wrapped"] for rank in ranks] == [True, False]
+    assert not any(rank["monitored"]["left"] for rank in ranks)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from deepspeed_distca.layout import Layout
@@ -10,11 +12,13 @@ from deepspeed_distca.layout import Layout
 
 def documents_of(layout: Layout) -> dict[int, np.ndarray]:
     """The rank that stores each position of each document."""
-    homes: dict[int, np.ndarray] = {}
-    for document in sorted({d for _, d, _, _ in layout.segments.tolist()}):
-        parts = [(start, rank, length) for rank, d, start, length in layout.segments.tolist() if d == document]
-        homes[document] = np.concatenate([np.full(length, rank) for _, rank, length in sorted(parts)])
-    return homes
+    parts: dict[int, list[tuple[int, int, int]]] = {}
+    for rank, document, start, length in layout.segments.tolist():
+        parts.setdefault(document, []).append((start, rank, length))
+    return {
+        document: np.concatenate([np.full(length, rank) for _, rank, length in sorted(parts[document])])
+        for document in sorted(parts)
+    }
 
 
 def check_tasks(layout: Layout, rows: np.ndarray, window: int | None) -> None:
@@ -56,3 +60,14 @@ def rows_sent(layout: Layout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     np.fill_diagonal(q, 0)
     np.fill_diagonal(kv, 0)
     return q, kv
+
+
+def check_shards(layout: Layout, rows: np.ndarray, shard: int) -> None:
+    """What a task has of a contiguous range that one rank stores is all of it, or at least `shard` rows."""
+    homes = documents_of(layout)
+    for document, q_start, q_end, _, _ in rows.tolist():
+        home = homes[document]
+        borders = [0, *(np.flatnonzero(np.diff(home)) + 1).tolist(), len(home)]
+        for start, end in itertools.pairwise(borders):
+            part = min(end, q_end) - max(start, q_start)
+            assert part <= 0 or part == end - start or part >= shard

@@ -14,7 +14,7 @@ from deepspeed_distca.layout import Layout, LayoutError, Segment
 from deepspeed_distca.scheduler import CostModel, balance, home_tasks
 from deepspeed_distca.scheduler.bounds import least_max_load, lower_bound, naive_bytes, promised
 from deepspeed_distca.scheduler.traffic import traffic
-from tests.scheduler.checks import check_tasks, documents_of
+from tests.scheduler.checks import check_shards, check_tasks, documents_of
 from tests.scheduler.strategies import COSTS, HEADS, layouts, windows
 
 AREA = COSTS["area"][0]
@@ -35,6 +35,7 @@ def test_covers_every_query_once_and_keeps_the_promise(layout, cost, options):
     model, phase = COSTS[cost]
     tasks = balance(layout, model, phase=phase, **options)
     check_tasks(layout, tasks.rows, options["window"])
+    check_shards(layout, tasks.rows, max(options["granularity"], options["min_shard_tokens"] or 1))
     rows, window = tasks.rows, options["window"]
     costs = model.cost(rows[:, 1], rows[:, 2], rows[:, 3], window, phase)
     loads = np.bincount(rows[:, 4], weights=costs, minlength=layout.num_ranks)
@@ -255,12 +256,20 @@ def test_takers_prefer_a_document_they_have_keys_of():
     assert moved.dispatch_bytes(HEADS).sum() < 0.6 * naive_bytes(layout, tasks, HEADS).sum()
 
 
-def test_min_shard_tokens_is_kept():
-    layout = Layout.from_lengths([[50000, 3000], [9000], [], [200] * 50])
-    tasks = balance(layout, AREA, min_shard_tokens=2048)
-    whole = {document: len(home) for document, home in documents_of(layout).items()}
-    for document, start, end, _, _ in tasks.rows.tolist():
-        assert end - start >= 2048 or end - start == whole[document]
+def test_pieces_of_equal_cost_are_told_apart_by_where_the_rest_lies():
+    def plan(first: int, second: int) -> list:
+        layout = Layout.from_ranks(
+            [
+                [(first, 0, 20000), (second, 0, 20000)],
+                [(first, 20000, 3000)],
+                [(second, 20000, 3000)],
+                [(2, 0, 9000)],
+            ]
+        )
+        rows = balance(layout, AREA).rows
+        return [rows[rows[:, 0] == document][:, 1:].tolist() for document in (first, second)]
+
+    assert plan(0, 1) == plan(1, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ds_distca plan``: its numbers against counting, and one line for every wrong input."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from deepspeed_distca.cli import main
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler import CostModel, Heads, balance
+from deepspeed_distca.scheduler.digest import digest
+from tests.scheduler.checks import check_tasks, documents_of, rows_sent
+
+HEADS = {"query": 8, "key_value": 2, "head_dim": 64}
+LAYOUT = Layout.from_ranks(
+    [[(10, 0, 3000)], [(10, 3000, 1500), (7, 0, 1001)], [(4, 0, 300), (5, 0, 1), (6, 0, 777)], []]
+)
+
+
+def given(**changes) -> dict:
+    return {"ranks": LAYOUT.to_ranks(), "heads": HEADS, **changes}
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """Runs the command on a layout and returns its exit status, standard output and standard error."""
+
+    def run(layout, *arguments: str) -> tuple[int, str, str]:
+        file = tmp_path / "layout.json"
+        if isinstance(layout, bytes):
+            file.write_bytes(layout)
+        else:
+            file.write_text(layout if isinstance(layout, str) else json.dumps(layout))
+        status = main(["plan", "--layout", str(file), *arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("cost", ["model", "area"])
+def test_json_says_what_the_plan_is(plan, cost, window):
+    options = [] if window is None else ["--window", str(window)]
+    status, out, err = plan(given(), "--json", "--tolerance", "0.02", "--cost", cost, *options)
+    assert status == 0 and err == ""
+    report = json.loads(out)
+    assert list(report) == [
+        "tasks",
+        "load_before",
+        "load_after",
+        "balance_before",
+        "balance_after",
+        "bytes",
+        "bytes_return",
+        "digest",
+        "milliseconds",
+    ]
+    columns = ("document", "q_start", "q_end", "k_start", "server")
+    assert all(set(task) == {*columns, "home"} for task in report["tasks"])
+    rows = np.array([[task[c] for c in columns] for task in report["tasks"]])
+    check_tasks(LAYOUT, rows, window)
+    homes = documents_of(LAYOUT)
+    for task in report["tasks"]:
+        assert task["home"] == sorted(set(homes[task["document"]][task["q_start"] : task["q_end"]].tolist()))
+    q, kv = rows_sent(LAYOUT, rows)
+    assert report["bytes"] == (q * 8 * 64 * 2 + kv * 2 * 128 * 2).tolist()
+    assert report["bytes_return"] == (q.T * (8 * 64 * 2 + 8 * 4)).tolist()
+    heads = Heads(**HEADS)
+    model = CostModel.area(heads) if cost == "area" else CostModel.fitted(heads)
+    expected = balance(LAYOUT, model, tolerance=0.02, window=window)
+    assert report["load_after"] == (expected.loads / 1e15).tolist()
+    assert report["load_before"] == (expected.loads_before / 1e15).tolist()
+    assert report["balance_before"] == pytest.approx(max(report["load_before"]) / np.mean(report["load_before"]))
+    assert report["balance_after"] == pytest.approx(max(report["load_after"]) / np.mean(report["load_after"]))
+    assert report["balance_after"] < report["balance_before"]
+    assert report["digest"] == digest(LAYOUT, expected, window=window).hex
+    assert 0 < report["milliseconds"] < 10000
+
+
+def test_options_reach_the_planner(plan):
+    _, out, _ = plan(given(), "--json", "--tolerance", "100")
+    report = json.loads(out)
+    assert all(task["home"] == [task["server"]] for task in report["tasks"])
+    assert report["load_before"] == report["load_after"]
+    # Rank 1 still needs the keys of the document's first part.
+    assert np.array(report["bytes"])[0, 1] == 3000 * 512 and np.array(report["bytes"]).sum() == 3000 * 512
+    _, out, _ = plan(given(), "--json", "--max-received-rows", "1")
+    assert all(task["home"] == [task["server"]] for task in json.loads(out)["tasks"])
+    _, out, _ = plan(given(), "--json", "--granularity", "512", "--min-shard-tokens", "600")
+    moved = [task for task in json.loads(out)["tasks"] if task["home"] != [task["server"]]]
+    length = {document: len(home) for document, home in documents_of(LAYOUT).items()}
+    rows = [(task["q_end"] - task["q_start"], length[task["document"]]) for task in moved]
+    assert rows and all(size >= 600 or size == whole for size, whole in rows)
+    _, out, _ = plan(given(), "--json", "--server-weights", "1,1,1,0")
+    assert json.loads(out)["load_after"][3] == 0
+    _, out, _ = plan(given(), "--json", "--phase", "backward")
+    backward = balance(LAYOUT, CostModel.fitted(Heads(**HEADS)), phase="backward")
+    assert json.loads(out)["load_after"] == (backward.loads / 1e15).tolist()
+
+
+def test_the_same_digest_every_time(plan):
+    digests = {json.loads(plan(given(), "--json")[1])["digest"] for _ in range(3)}
+    assert len(digests) == 1
+
+
+def test_table(plan):
+    status, out, err = plan(given())
+    assert status == 0 and err == ""
+    assert "balance 2." in out and "digest" in out and "received MiB" in out
+
+
+def test_table_of_many_servers_is_cut(plan):
+    layout = {"ranks": [[{"document": r, "start": 0, "length": r + 1}] for r in range(100)], "heads": HEADS}
+    _, out, _ = plan(layout)
+    assert "36 more servers" in out
+
+
+def test_reads_stdin(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(given()).encode())))
+    assert main(["plan", "--layout", "-", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks"]
+
+
+def test_empty_ranks_and_nothing_to_do(plan):
+    status, out, _ = plan({"ranks": [[], []], "heads": HEADS}, "--json")
+    report = json.loads(out)
+    assert status == 0
+    assert (report["tasks"], report["balance_after"], report["load_after"]) == ([], 1.0, [0.0, 0.0])
+    assert plan({"ranks": [[], []], "heads": HEADS})[0] == 0
+
+
+SEGMENT = {"document": 0, "start": 0, "length": 5}
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("", "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        ("[" * 100000, "not valid JSON"),
+        ('{"ranks": [], "ranks": [], "heads": {}}', "repeated"),
+        ([], "JSON object"),
+        ("3", "JSON object"),
+        ({"heads": HEADS}, "missing keys 'ranks'"),
+        ({"ranks": [[SEGMENT]]}, "missing keys 'heads'"),
+        (given(rank=[]), "unknown keys 'rank'"),
+        (given(ranks=[]), "at least one rank"),
+        (given(ranks={}), "list"),
+        (given(ranks=[{}]), "list of segments"),
+        (given(ranks=[None]), "list of segments"),
+        (given(ranks=[[[0, 0, 5]]]), "expected an object"),
+        (given(ranks=[[{"document": 0, "start": 0}]]), "missing"),
+        (given(ranks=[[{**SEGMENT, "end": 5}]]), "unknown"),
+        (given(ranks=[[{**SEGMENT, "length": 0}]]), "length >= 1"),
+        (given(ranks=[[{**SEGMENT, "length": -5}]]), "length >= 1"),
+        (given(ranks=[[{**SEGMENT, "length": 5.0}]]), "integers"),
+        (given(ranks=[[{**SEGMENT, "length": True}]]), "integers"),
+        (given(ranks=[[{**SEGMENT, "length": None}]]), "integers"),
+        (given(ranks=[[{**SEGMENT, "length": "5"}]]), "integers"),
+        (given(ranks=[[{**SEGMENT, "length": float("nan")}]]), "integers"),
+        (given(ranks=[[{**SEGMENT, "length": 2**70}]]), "large|long"),
+        (given(ranks=[[{**SEGMENT, "length": 2**62}]]), "long"),
+        (given(ranks=[[{**SEGMENT, "document": -1}]]), "document >= 0"),
+        (given(ranks=[[{**SEGMENT, "start": 1}]]), "where 0 was expected"),
+        (given(ranks=[[SEGMENT], [{**SEGMENT, "start": 6}]]), "where 5 was expected"),
+        (given(ranks=[[SEGMENT], [{**SEGMENT, "start": 4}]]), "where 5 was expected"),
+        (given(ranks=[[SEGMENT, SEGMENT]]), "where 5 was expected"),
+        (given(heads=[]), "mapping"),
+        (given(heads={"query": 8, "key_value": 2}), "'head_dim' is missing"),
+        (given(heads={**HEADS, "kv": 2}), "unknown key 'kv'"),
+        (given(heads={**HEADS, "query": 7}), "multiple of key_value"),
+        (given(heads={**HEADS, "query": 0}), "query must be an integer"),
+        (given(heads={**HEADS, "head_dim": 64.0}), "head_dim must be an integer"),
+        (given(heads={**HEADS, "head_dim": True}), "head_dim must be an integer"),
+    ],
+)
+def test_one_line_for_a_wrong_layout(plan, layout, message):
+    status, out, err = plan(layout, "--json")
+    assert status == 2 and out == ""
+    assert err.count("\n") == 1 and err.startswith("ds_distca: error: ") and len(err) < 450
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tolerance", "nan"], "tolerance"),
+        (["--tolerance", "-0.1"], "tolerance"),
+        (["--tolerance", "inf"], "tolerance"),
+        (["--tolerance", "much"], "tolerance"),
+        (["--granularity", "0"], "granularity"),
+        (["--granularity", "1.5"], "granularity"),
+        (["--window", "0"], "window"),
+        (["--min-shard-tokens", "-1"], "min_shard_tokens"),
+        (["--max-received-rows", "0"], "max_received_rows"),
+        (["--server-weights", "1,2"], "server_weights"),
+        (["--server-weights", "1,2,x,4"], "server-weights"),
+        (["--phase", "sideways"], "phase"),
+        (["--cost", "free"], "cost"),
+        (["--surprise"], "--surprise"),
+    ],
+)
+def test_one_line_for_a_wrong_option(plan, arguments, message):
+    status, out, err = plan(given(), *arguments)
+    assert status == 2 and out == ""
+    assert err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["plan"], ["fly"], ["plan", "--layout"]])
+def test_one_line_for_a_wrong_command(capsys, arguments):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_file_that_is_not_there(tmp_path, capsys):
+    for path in (tmp_path / "nothing.json", tmp_path):
+        assert main(["plan", "--layout", str(path)]) == 2
+        err = capsys.readouterr().err
+        assert str(path) in err and err.count("\n") == 1
+
+
+def test_as_a_module(tmp_path):
+    file = tmp_path / "layout.json"
+    file.write_text(json.dumps(given()))
+    command = [sys.executable, "-m", "deepspeed_distca.cli", "plan", "--layout", str(file), "--json"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["balance_after"] < 1.2
+    wrong = subprocess.run(
+        [*command, "--tolerance", "nan"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert wrong.returncode == 2 and wrong.stdout == ""
+    assert wrong.stderr.splitlines()[-1].startswith("ds_distca: error: tolerance")

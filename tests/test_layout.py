@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: how they are made, what is refused, and what they say of themselves."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_distca.layout import Layout, LayoutError, Segment
+from tests.scheduler.strategies import layouts
+
+
+def test_from_ranks_takes_segments_tuples_and_mappings():
+    ranks = [[Segment(7, 0, 5), (3, 4, 2)], [], [{"document": 3, "start": 0, "length": 4}]]
+    layout = Layout.from_ranks(ranks)
+    assert layout.num_ranks == 3
+    assert layout.segments.dtype == np.int64
+    assert layout.segments.tolist() == [[0, 7, 0, 5], [0, 3, 4, 2], [2, 3, 0, 4]]
+    assert layout.rank(0) == [Segment(7, 0, 5), Segment(3, 4, 2)] and layout.rank(1) == []
+    assert layout.tokens.tolist() == [7, 0, 4]
+    assert layout.rows.tolist() == [0, 5, 0]
+    assert Layout.from_ranks([[(np.int64(0), np.int32(0), 3)]]).tokens.tolist() == [3]
+
+
+@given(layouts())
+def test_survives_the_form_of_the_command_line(layout):
+    assert Layout.from_ranks(json.loads(json.dumps(layout.to_ranks()))) == layout
+    assert layout.validate() is layout
+
+
+@given(layouts())
+def test_rows_are_offsets_in_storage_order(layout):
+    row, before = 0, -1
+    for (rank, _, _, length), first in zip(layout.segments.tolist(), layout.rows.tolist(), strict=True):
+        row = row if rank == before else 0
+        assert first == row
+        row, before = row + length, rank
+    assert layout.tokens.sum() == layout.segments[:, 3].sum()
+
+
+def test_from_lengths_numbers_documents_over_all_ranks():
+    layout = Layout.from_lengths([[5, 3], [], [1]])
+    assert layout.segments.tolist() == [[0, 0, 0, 5], [0, 1, 0, 3], [2, 2, 0, 1]]
+    assert layout.num_ranks == 3
+
+
+def test_from_cu_seqlens():
+    assert Layout.from_cu_seqlens([0, 5, 5, 8]) == Layout.from_lengths([[5, 3]])
+    assert Layout.from_cu_seqlens(np.array([0, 2], dtype=np.int32)) == Layout.from_lengths([[2]])
+    assert Layout.from_cu_seqlens([0]) == Layout.from_lengths([[]])
+    for wrong in ([], [1, 2], [0, 5, 4]):
+        with pytest.raises(LayoutError, match="cu_seqlens"):
+            Layout.from_cu_seqlens(wrong)
+
+
+@given(st.lists(st.integers(1, 9), max_size=8))
+def test_from_position_ids_finds_documents(lengths):
+    positions = np.concatenate([np.arange(n) for n in lengths]) if lengths else np.zeros(0)
+    assert Layout.from_position_ids(positions) == Layout.from_lengths([lengths])
+    assert Layout.from_position_ids(positions[None]) == Layout.from_lengths([lengths])
+
+
+def test_from_position_ids_starts_a_document_with_every_row():
+    assert Layout.from_position_ids(np.array([[0, 1, 2], [0, 1, 0]])) == Layout.from_lengths([[3, 2, 1]])
+
+
+def test_from_position_ids_refuses_what_it_would_cut_wrongly():
+    with pytest.raises(LayoutError, match="begins at position 5"):
+        Layout.from_position_ids(np.array([5, 6, 7, 0, 1, 2]))
+    with pytest.raises(LayoutError, match="begins at position 3"):
+        Layout.from_position_ids(np.array([[0, 1, 2], [3, 4, 5]]))
+    with pytest.raises(LayoutError, match=r"\[3, 1, 4\]"):
+        Layout.from_position_ids(np.zeros((3, 1, 4)))
+
+
+def test_merge_renumbers():
+    parts = [Layout.from_ranks([[(9, 0, 4), (2, 0, 1)]]), Layout.from_lengths([[]]), Layout.from_lengths([[6]])]
+    merged = Layout.merge(parts)
+    assert merged.segments.tolist() == [[0, 1, 0, 4], [0, 0, 0, 1], [2, 2, 0, 6]]
+    assert merged.num_ranks == 3
+    assert parts[0].segments.tolist() == [[0, 9, 0, 4], [0, 2, 0, 1]]
+    with pytest.raises(LayoutError, match="2 ranks"):
+        Layout.merge([Layout.from_lengths([[1], [1]])])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([], "at least one rank"),
+        ([[(0, 0, 0)]], "length >= 1"),
+        ([[(0, 0, -4)]], "length >= 1"),
+        ([[(-1, 0, 4)]], "document >= 0"),
+        ([[(0, -1, 4)]], "start >= 0"),
+        ([[(0, 1, 4)]], "starts at 1 where 0 was expected"),
+        ([[(0, 0, 4)], [(0, 5, 4)]], "starts at 5 where 4 was expected"),
+        ([[(0, 0, 4)], [(0, 3, 4)]], "starts at 3 where 4 was expected"),
+        ([[(0, 0, 4), (0, 0, 4)]], "starts at 0 where 4 was expected"),
+    ],
+)
+def test_validate_refuses(ranks, message):
+    with pytest.raises(LayoutError, match=message):
+        Layout.from_ranks(ranks).validate()
+
+
+def test_validate_wants_ranks_in_order():
+    for segments in ([[1, 0, 0, 4], [0, 1, 0, 4]], [[2, 0, 0, 4]], [[-1, 0, 0, 4]]):
+        with pytest.raises(LayoutError, match="ordered by rank"):
+            Layout(np.array(segments), 2).validate()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([[(0, 0)]], "integers"),
+        ([[(0, 0, 1.0)]], "integers"),
+        ([[(0, 0, True)]], "integers"),
+        ([[(0, 0, "4")]], "integers"),
+        ([[5]], "integers"),
+        ([5], "list of segments"),
+        (["segments"], "list of segments"),
+        ([{"document": 0, "start": 0, "length": 1}], "list of segments"),
+        ([[{"document": 0, "start": 0}]], "'length'.* missing"),
+        ([[{"document": 0, "start": 0, "length": 1, "end": 1}]], "'end'.* unknown"),
+    ],
+)
+def test_from_ranks_refuses(ranks, message):
+    with pytest.raises(LayoutError, match=message):
+        Layout.from_ranks(ranks)
+
+
+def test_filled_gives_empty_ranks_a_document_of_their_own():
+    layout = Layout.from_ranks([[], [(4, 0, 3)], []])
+    filled = layout.filled().validate()
+    assert filled.tokens.tolist() == [1, 3, 1]
+    assert len(set(filled.segments[:, 1].tolist())) == 3
+    assert filled.filled() is filled
+
+
+def test_equality_and_hash():
+    one, same = Layout.from_lengths([[5], [3]]), Layout.from_ranks([[(0, 0, 5)], [(1, 0, 3)]])
+    assert one == same and hash(one) == hash(same)
+    assert one != Layout.from_lengths([[5], [3], []])
+    assert one != Layout.from_lengths([[5], [4]])
+    assert one != "layout"
+    assert "num_ranks=2" in repr(one)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TFLOP/s of the installed attention kernels by the shape of a batch of CA-tasks: what a cost model rests on.
 
-    python benchmarks/kernel_throughput.py [--kernels flash_attn_4 torch_varlen] [--layout packed|scattered] [--json FILE]
+    python benchmarks/kernel_throughput.py [--kernels flash_attn_4 torch_varlen] [--layout packed|scattered]
 
 A shape is queries x keys x tasks: every task has that many queries against that many keys, causal and aligned
 bottom-right. FLOPs are 4 x visible pairs x query heads x head dimension forward and 2.5 times that backward. Needs a

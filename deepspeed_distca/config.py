@@ -40,7 +40,7 @@ class DistCAConfig(DeepSpeedConfigModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     enabled: bool = True
-    """ Balance core attention over the data-parallel ranks. False leaves DeepSpeed untouched, as without the block. """
+    """ Balance core attention over the data-parallel ranks. False leaves DeepSpeed untouched, as no block does. """
 
     tolerance: float = Field(0.02, ge=0.0, le=1.0, allow_inf_nan=False)
     """ The largest load may exceed the mean by this share (0.02 = 2 %) before work is moved, and after. """

@@ -23,7 +23,7 @@ class Pending(Protocol):
     """An exchange under way."""
 
     def wait(self) -> None:
-        """Orders what follows on the caller's stream (on CPU: the host) behind the exchange; again, it does nothing."""
+        """Orders what follows on the caller's stream (on CPU: the host) behind the exchange; again: nothing."""
 
 
 class Exchange(Protocol):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan in the making: agreed on and computed on a thread while the device and the host are at the first layer.
 
-Planning takes a few milliseconds of the host: a small collective among CPUs and some NumPy. The plan is not needed before
-the first layer's attention, and the loss's divisor not before the loss, so neither is waited for earlier.
+Planning takes a few milliseconds of the host: a small collective among CPUs and some NumPy. The plan is not needed
+before the first layer's attention, and the loss's divisor not before the loss, so neither is waited for earlier.
 """
 
 from __future__ import annotations

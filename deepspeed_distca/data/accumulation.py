@@ -70,7 +70,7 @@ class AccumulationLoader:
             if not window:
                 self._window_state = None
                 return
-            # Accelerate steps at once when its loader says that it has ended: not before the window's last micro-batch.
+            # Accelerate steps as soon as its loader says that it has ended: not before the last micro-batch.
             ended = getattr(self.loader, "end_of_dataloader", False)
             step_targets = sum(_num_targets(batch) for batch in window)
             for index, batch in enumerate(window):

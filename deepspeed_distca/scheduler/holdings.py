@@ -66,14 +66,9 @@ class Holdings:
         held = self._keys.get((document, server))
         if held is None:
             return end - low
-        stored = self._stored.get((document, server), ())
-        if self._window is not None:
-            return _uncovered(low, end, sorted([*held, *stored]))
-        # One range from 0 is held: what lies above it is missing, unless stored.
-        low = held[0][1]
-        if end <= low:
-            return 0
-        return end - low - sum(max(0, min(y, end) - max(x, low)) for x, y in stored)
+        if self._window is None:
+            return max(0, end - held[0][1])  # held is one range from 0, up to what was stored or received
+        return _uncovered(low, end, sorted([*held, *self._stored.get((document, server), ())]))
 
     def move(self, document: int, giver: int, start: int, end: int, a: int, b: int, server: int) -> None:
         """Of queries [start, end), which `giver` computes, `server` computes [a, b) from now on."""

@@ -226,8 +226,8 @@ class _SegmentIndex:
         return np.searchsorted(self._key, document * self._span + position, side="right") - 1
 
     def pieces(self, document: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Cuts ranges [lo, hi) at segment borders: (index of the range, rank, row there, offset in the range, rows), one
-        entry a piece."""
+        """Cuts ranges [lo, hi) at segment borders, one entry a piece: (index of the range, rank, row there, offset in
+        the range, rows)."""
         first = self.find(document, lo)
         count = self.find(document, hi - 1) - first + 1
         which = np.repeat(np.arange(len(lo)), count)

@@ -91,7 +91,7 @@ def _by_home(
 def _overlaps(
     pieces: np.ndarray, document: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts ranges [low, high) at the borders of pieces: the index of the range, that of the piece, and rows, by part."""
+    """Cuts ranges [low, high) at the borders of pieces: index of the range, index of the piece, and rows, by part."""
     if not len(document):
         return (np.zeros(0, dtype=np.int64),) * 3
     span = int(pieces[:, PIECE_END].max()) + 1

@@ -137,9 +137,10 @@ def train_grouped(lengths: list[list[int]], servers: int) -> dict:
     deepspeed.init_distributed("gloo")
     rng = np.random.default_rng(0)
     documents = [[rng.integers(0, VOCABULARY, size=n).tolist() for n in row] for row in lengths]
-    flat = {i: d for i, d in enumerate(d for row in documents for d in row)}
+    flat = dict(enumerate(d for row in documents for d in row))
     expected_loss, expected = reference(tiny_llama(), [flat])
-    engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, {"servers": servers, "granularity": 8}))
+    block = {"servers": servers, "granularity": 8}
+    engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, block))
     features = [{"input_ids": d} for d in documents[dist.get_rank()]]
     loss = engine(**deepspeed_distca.PackedSequenceCollator()(features)).loss
     engine.backward(loss)
@@ -254,13 +255,14 @@ def on_and_off() -> dict:
     uninstalled = deepspeed.initialize is not original and not hasattr(deepspeed.initialize, "_distca_original")
     deepspeed_distca.install()
     deepspeed_distca.install()
-    again = deepspeed.initialize._distca_original
+    installed = hasattr(deepspeed.initialize, "_distca_original")
+    twice = hasattr(deepspeed.initialize._distca_original, "_distca_original")
     return {
         **found,
         "detached_implementation": after,
         "hooks_left": hooks - own_hooks,
         "uninstalled": uninstalled,
-        "installed_again": hasattr(deepspeed.initialize, "_distca_original") and not hasattr(again, "_distca_original"),
+        "installed_again": installed and not twice,
     }
 
 

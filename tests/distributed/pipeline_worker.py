@@ -5,6 +5,7 @@ process."""
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from functools import cache, partial
 from types import SimpleNamespace
@@ -13,13 +14,15 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.utils import safe_get_full_grad
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from deepspeed_distca import PackedSequenceCollator
-from deepspeed_distca.integrations.pipeline import DecoderPipeline
-from tests.distributed.engine_worker import VOCABULARY, ds_config, reference, tiny_llama
+from deepspeed_distca import Layout, PackedSequenceCollator
+from deepspeed_distca.data.from_layout import batch_from_layout
+from deepspeed_distca.integrations.pipeline import DecoderPipeline, pipeline_batch
+from tests.distributed.engine_worker import VOCABULARY, ds_config, reference
 
 LR = 0.3
 
@@ -33,18 +36,43 @@ def documents_of_steps(replicas: int, micro_batches: int, steps: int, seed: int)
         lengths = kinds[int(rng.integers(6)) if index else int(rng.integers(4))]
         return [rng.integers(0, VOCABULARY, size=n).tolist() for n in lengths]
 
-    return [
-        [[row(replica + m) for replica in range(replicas)] for m in range(micro_batches)] for _ in range(steps)
-    ]
+    return [[[row(replica + m) for replica in range(replicas)] for m in range(micro_batches)] for _ in range(steps)]
+
+
+def make_model(seed: int, tied: bool, layers: int, family: str, options: str) -> PreTrainedModel:
+    """A tiny model, the same on every rank; ``options`` is JSON."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        family,
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": tied,
+            "use_cache": False,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **json.loads(options),
+        },
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
 @cache
-def expected(replicas: int, micro_batches: int, steps: int, seed: int, tied: bool, layers: int) -> list:
-    """Of every step: the loss, the gradients and the evaluation loss before it, without any pipeline."""
-    model = tiny_llama(seed, num_hidden_layers=layers, tie_word_embeddings=tied)
+def expected(replicas: int, micro_batches: int, steps: int, *model_arguments) -> list[tuple[float, dict]]:
+    """Of every step: the loss and the gradients, without any pipeline."""
+    model, seed = make_model(*model_arguments), model_arguments[0]
     results = []
     for step in documents_of_steps(replicas, micro_batches, steps, seed):
-        batch = {(m, r, i): d for m, rows in enumerate(step) for r, docs in enumerate(rows) for i, d in enumerate(docs)}
+        batch = {
+            (m, r, i): d for m, rows in enumerate(step) for r, docs in enumerate(rows) for i, d in enumerate(docs)
+        }
         loss, gradients = reference(model, [batch])
         results.append((loss, gradients))
         with torch.no_grad():
@@ -54,15 +82,34 @@ def expected(replicas: int, micro_batches: int, steps: int, seed: int, tied: boo
 
 
 def loader(documents: list, replica: int, form: str) -> Iterator:
-    """Micro-batches of one replica, step after step, as the collator makes them or as PipelineEngine takes them."""
+    """Micro-batches of one replica, step after step: "mapping" as the collator makes them, "pair" as PipelineEngine
+    takes them, "shared" with the same documents cut such that all replicas have the same number of tokens."""
     collate = PackedSequenceCollator()
     for step in documents:
         for rows in step:
+            if form == "shared":
+                yield batch_from_layout(*evenly_cut(rows), replica)
+                continue
             batch = collate([{"input_ids": d} for d in rows[replica]])
             if form == "mapping":
                 yield batch
             else:
                 yield (batch["input_ids"], batch["position_ids"]), batch["shift_labels"]
+
+
+def evenly_cut(rows: list[list[list[int]]]) -> tuple[dict[int, list[int]], Layout]:
+    """The documents of all replicas laid over them one after another, equally many tokens each."""
+    documents = dict(enumerate(d for row in rows for d in row))
+    share = max(1, -(-sum(map(len, documents.values())) // len(rows)))
+    ranks: list[list[tuple[int, int, int]]] = [[] for _ in rows]
+    at = 0
+    for document, tokens in documents.items():
+        start = 0
+        while start < len(tokens):
+            length = min(len(tokens) - start, share - at % share)
+            ranks[at // share].append((document, start, length))
+            start, at = start + length, at + length
+    return documents, Layout.from_ranks(ranks)
 
 
 def parameters_by_name(module: DecoderPipeline) -> dict[str, torch.nn.Parameter]:
@@ -76,9 +123,9 @@ def parameters_by_name(module: DecoderPipeline) -> dict[str, torch.nn.Parameter]
 
 
 def make_engine(stages: int, micro_batches: int, case: SimpleNamespace, optimizer: str = "sgd", **config):
-    model = tiny_llama(case.seed, num_hidden_layers=case.layers, tie_word_embeddings=case.tied)
-    module = DecoderPipeline(model, stages)
-    settings = ds_config(case.zero, micro_batches, {"enabled": True, "granularity": 8, **case.distca}, **config)
+    module = DecoderPipeline(make_model(*model_arguments(case)), stages)
+    distca = None if case.distca is None else {"enabled": True, "granularity": 8, **case.distca}
+    settings = ds_config(case.zero, micro_batches, distca, **config)
     pipeline = {"activation_checkpoint_interval": case.interval, "use_reentrant": case.reentrant}
     settings["pipeline"] = pipeline
     given = {}
@@ -117,17 +164,23 @@ def defaults(case: dict) -> SimpleNamespace:
             "seed": 0,
             "steps": 3,
             "form": "mapping",
+            "family": "llama",
+            "options": {},
             "distca": {},
             **case,
         }
     )
 
 
+def model_arguments(case: SimpleNamespace) -> tuple:
+    return case.seed, case.tied, case.layers, case.family, json.dumps(case.options)
+
+
 def train(stages: int, case: dict) -> dict:
     """Three steps with an evaluation before the first; the worst errors of losses and gradients on this rank."""
     case = defaults(case)
     replicas = dist.get_world_size() // stages
-    wanted = expected(replicas, case.micro_batches, case.steps, case.seed, case.tied, case.layers)
+    wanted = expected(replicas, case.micro_batches, case.steps, *model_arguments(case))
     engine = make_engine(stages, case.micro_batches, case)
     replica = engine.grid.get_data_parallel_rank()
     documents = documents_of_steps(replicas, case.micro_batches, case.steps, case.seed)
@@ -165,6 +218,77 @@ def train_cases(stages: int, cases: list[dict]) -> list[dict]:
     return [train(stages, case) for case in cases]
 
 
+def _message_of(action) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refusals(stages: int) -> dict[str, str]:
+    """What is said, on every rank, to batches and engines that cannot be used."""
+    deepspeed.init_distributed("gloo")
+    case = defaults({"steps": 1})
+    replicas = dist.get_world_size() // stages
+    documents = documents_of_steps(replicas, case.micro_batches, 2, case.seed)
+    engine = make_engine(stages, case.micro_batches, case)
+    replica = engine.grid.get_data_parallel_rank()
+    found = {}
+    # Sampled by global rank: the first and the last stage of a replica get different documents.
+    other = documents if engine.is_first_stage() else documents[1:]
+    found["different data"] = _message_of(lambda: engine.eval_batch(loader(other, replica, "mapping")))
+    short = [documents[0][: case.micro_batches - 1]]
+    found["short data"] = _message_of(lambda: engine.eval_batch(loader(short, replica, "mapping")))
+    cut = documents[:1]
+
+    def middle_of_a_document() -> Iterator:
+        for (ids, positions), labels in loader(cut, replica, "pair"):
+            yield (ids, positions + (replica == 0)), labels
+
+    found["middle of a document"] = _message_of(lambda: engine.eval_batch(middle_of_a_document()))
+    # After all of these the engine is as good as new.
+    loss, _ = expected(replicas, case.micro_batches, 2, *model_arguments(case))[0]
+    found["afterwards"] = abs(float(engine.train_batch(loader(documents, replica, "mapping"))) - loss)
+    engine.distca.detach()
+    found["left over"] = sorted({"_exec_schedule", "_INSTRUCTION_MAP", "_next_batch"} & set(vars(engine)))
+    engine.destroy()
+
+    uneven = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
+    uneven["layer_types"] = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
+    windows = defaults({"family": "qwen2", "options": uneven})
+    found["windows"] = _message_of(lambda: make_engine(stages, 1, windows))
+    found["servers"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"servers": 3}})))
+    found["scope"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"pipeline": {"scope": "all"}}})))
+    found["option"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"pipeline": {"scopes": 1}}})))
+    found["stages"] = _message_of(lambda: make_engine(stages, 1, defaults({"layers": 1})))
+    found["family"] = _message_of(lambda: make_engine(stages, 1, defaults({"family": "gemma"})))
+
+    def foreign() -> None:
+        module = PipelineModule([LayerSpec(torch.nn.Linear, 4, 4) for _ in range(stages)], num_stages=stages)
+        deepspeed.initialize(model=module, config=ds_config(0, 1, {"enabled": True}))
+
+    found["module"] = _message_of(foreign)
+    return found
+
+
+def without_the_plugin(stages: int) -> dict[str, float]:
+    """DecoderPipeline under PipelineEngine alone: losses of packed micro-batches are those of documents run alone."""
+    deepspeed.init_distributed("gloo")
+    case = defaults({"steps": 1, "distca": None, "options": {"sliding_window": 6}, "family": "mistral"})
+    replicas = dist.get_world_size() // stages
+    documents = documents_of_steps(replicas, case.micro_batches, 1, case.seed)
+    engine = make_engine(stages, case.micro_batches, case)
+    engine.set_batch_fn(pipeline_batch)
+    replica = engine.grid.get_data_parallel_rank()
+    loss = float(engine.eval_batch(loader(documents, replica, "mapping")))
+    trained = float(engine.train_batch(loader(documents, replica, "mapping")))
+    # Every micro-batch counts the same.
+    model = make_model(*model_arguments(case))
+    means = [reference(model, [dict(enumerate(row))])[0] for rows in documents[0] for row in rows]
+    return {"evaluation": loss, "training": trained, "expected": float(np.mean(means))}
+
+
 def save_and_resume(stages: int, folder: str, case: dict) -> dict:
     """Four steps of AdamW, saved after two; the last two again from the checkpoint; the whole model saved."""
     deepspeed.init_distributed("gloo")
@@ -188,6 +312,8 @@ def save_and_resume(stages: int, folder: str, case: dict) -> dict:
     resumed.module.save_pretrained(f"{folder}/model")
     after = float(resumed.eval_batch(loader(documents[:1], replica, "mapping")))
     model = LlamaForCausalLM.from_pretrained(f"{folder}/model", attn_implementation="sdpa")
-    flat = {(m, r, i): d for m, rows in enumerate(documents[0]) for r, ds_ in enumerate(rows) for i, d in enumerate(ds_)}
+    flat = {
+        (m, r, i): d for m, rows in enumerate(documents[0]) for r, ds_ in enumerate(rows) for i, d in enumerate(ds_)
+    }
     whole, _ = reference(model, [flat])
     return {"losses": losses, "again": again, "evaluation": after, "of the saved model": whole}

@@ -76,7 +76,8 @@ def test_exact_for_any_lengths() -> None:
 def test_exact_over_more_ranks(world: int) -> None:
     spanning = [[[0, r * 23, 23], [r + 1, 0, r + 1]] for r in range(world)]
     lonely = [segments(200), *[[] for _ in range(world - 2)], segments(5, first=1)]
-    mixed = [segments(101), segments(*[9] * 11, first=1), *[segments(13, 1, first=20 + 2 * r) for r in range(world - 2)]]
+    mixed = [segments(101), segments(*[9] * 11, first=1)]
+    mixed += [segments(13, 1, first=20 + 2 * r) for r in range(world - 2)]
     cases = [
         case([spanning, lonely, mixed], zero, checkpointing, seed=world)
         for zero, checkpointing in ((0, "off"), (3, "non-reentrant"), (2, "reentrant"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on both GPUs of test_long_document_gpu.py: a document of twice a rank's 64K tokens, against one GPU with all."""
+"""Runs on both GPUs of test_long_document_gpu.py: a document of twice a rank's 64K tokens, against one GPU."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ def rows_of(start: np.ndarray, length: np.ndarray, rows: int) -> torch.Tensor:
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative error in norm; the floor is for gradients that cancel to zero, as those of one-token documents, of which
-    a fabricated `out` leaves 6e-4 (measured: torch_varlen on an H200)."""
+    """Relative error in norm; the floor is for gradients that cancel to zero, as those of one-token documents, of
+    which a fabricated `out` leaves 6e-4 (measured: torch_varlen on an H200)."""
     floor = 0.1 * expected.numel() ** 0.5
     return float((got.float() - expected.float()).norm() / expected.float().norm().clamp_min(floor))
 

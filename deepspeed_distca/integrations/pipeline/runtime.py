@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import log_dist, logger
+from deepspeed.utils import logger
 
 from deepspeed_distca.attention_server.agreement import Agreement, agreement_group, fingerprint
 from deepspeed_distca.attention_server.exchange import PeerToPeerExchange, exchange_group
@@ -130,12 +130,15 @@ class PipelineRuntime:
         self._open: dict[int, MicroBatchAttention] = {}
         self._training = False
         self._install()
-        log_dist(
-            f"distca: {sum(map(len, module.stage_windows))} attention layers in {engine.num_stages} stages, attention "
-            f"shared over {servers} servers in {len(topology.groups)} group(s) (scope {self._scope}), kernel "
-            f"{config.kernel or 'automatic'}, tolerance {config.tolerance:g}",
-            ranks=[0],
-        )
+        if dist.get_rank() == 0:
+            # Printed, not logged: DeepSpeed's logger shows warnings only.
+            print(
+                f"distca: {sum(map(len, module.stage_windows))} attention layers in {engine.num_stages} stages, "
+                f"{servers} attention servers in {len(topology.groups)} group(s) (scope {self._scope}); kernel "
+                f"{config.kernel or 'automatic'}, overlap {'local_first' if config.overlap != 'none' else 'none'}, "
+                f"tolerance {config.tolerance:g}",
+                flush=True,
+            )
 
     @property
     def stats(self) -> StepStatistics:

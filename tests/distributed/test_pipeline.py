@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PipelineEngine over real process groups: losses and every gradient of three steps are those of each document run
+alone in one process, whatever the stages, replicas, micro-batches and options."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.harness import run_ranks
+
+WORKER = "tests.distributed.pipeline_worker"
+TOLERANCE = 1e-5
+
+
+def case(
+    micro_batches: int, scope: str, checkpointing: str = "off", zero: int = 0, tied: bool = False, **more
+) -> dict:
+    return {
+        "micro_batches": micro_batches,
+        "interval": int(checkpointing != "off"),
+        "reentrant": checkpointing == "reentrant",
+        "zero": zero,
+        "tied": tied,
+        "distca": {"pipeline": {"scope": scope}},
+        **more,
+    }
+
+
+# Every pair of values of two options is in some case.
+CASES = [
+    case(1, "grid", "off", 0, False),
+    case(1, "stage", "reentrant", 1, True),
+    case(3, "grid", "reentrant", 1, False, form="pair"),
+    case(3, "grid", "non-reentrant", 0, True),
+    case(3, "stage", "off", 1, False),
+    case(8, "grid", "off", 1, True),
+    case(8, "stage", "non-reentrant", 0, False, form="pair"),
+]
+
+
+def check(results: list[list[dict]], cases: list[dict]) -> None:
+    for index, given in enumerate(cases):
+        outcomes = [result[index] for result in results]
+        for outcome in outcomes:
+            assert outcome["losses"] == pytest.approx(outcome["expected"], rel=TOLERANCE), (given, outcome)
+            assert outcome["evaluation"] == pytest.approx(outcome["expected"][0], rel=TOLERANCE), (given, outcome)
+            assert outcome["gradient_error"] < TOLERANCE, (given, outcome)
+            assert outcome["micro_batches"] == given.get("micro_batches", 3)
+        names = {name for outcome in outcomes for name in outcome["parameters"]}
+        layers = given.get("layers", 4)
+        assert sum("q_proj.weight" in name for name in names) == layers
+        assert "model.embed_tokens.weight" in names and ("lm_head.weight" in names) != given.get("tied", False)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 1], ids=["2 stages x 2 replicas", "4 x 1", "1 x 4"])
+def test_losses_and_gradients_are_those_of_one_process(stages: int) -> None:
+    results = run_ranks(f"{WORKER}:train_cases", 4, timeout=290, stages=stages, cases=CASES)
+    check(results, CASES)
+    for given, outcome in zip(CASES, results[0], strict=True):
+        alone = stages == 4 and given["distca"]["pipeline"]["scope"] == "stage"
+        assert (outcome["bytes_moved"] == 0) == alone or given["micro_batches"] == 1, (given, outcome)
+        if stages > 1 and given["distca"]["pipeline"]["scope"] == "grid":
+            # Idle stages serve: without them the balance would be that of the bubbles.
+            before, after = outcome["balance"]
+            assert after < 0.8 * before, (given, outcome)
+
+
+def test_uneven_stages_groups_of_servers_shared_documents_and_windows() -> None:
+    windows = {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 0}
+    windows["layer_types"] = ["full_attention", "sliding_attention"] * 2
+    cases = [
+        case(3, "grid", "reentrant", layers=5, steps=2),
+        {**case(3, "grid", steps=2), "interval": 2, "layers": 5, "tied": True},
+        case(2, "grid", steps=2, form="shared"),
+        case(2, "stage", steps=2, form="shared"),
+        {**case(3, "grid", steps=2), "distca": {"servers": 2, "overlap": "none"}},
+        case(2, "grid", steps=1, family="mistral", options={"sliding_window": 20}),
+        case(2, "grid", "reentrant", steps=1, family="qwen2", options=windows),
+        case(2, "stage", steps=1, family="qwen3"),
+        case(2, "grid", steps=1, family="olmo2"),
+    ]
+    check(run_ranks(f"{WORKER}:train_cases", 4, timeout=290, stages=2, cases=cases), cases)
+
+
+@pytest.mark.parametrize(("scope", "tied"), [("grid", True), ("stage", False)])
+def test_a_resumed_run_and_the_saved_model_go_on_where_it_was(tmp_path, scope: str, tied: bool) -> None:
+    given = case(3, scope, "reentrant", zero=1, tied=tied)
+    outcomes = run_ranks(f"{WORKER}:save_and_resume", 4, timeout=200, stages=2, folder=str(tmp_path), case=given)
+    for outcome in outcomes:
+        assert outcome == outcomes[0]
+        assert outcome["again"] == outcome["losses"][2:]
+        assert outcome["evaluation"] == pytest.approx(outcome["of the saved model"], rel=TOLERANCE)
+
+
+def test_what_cannot_be_used_is_refused_on_every_rank() -> None:
+    outcomes = run_ranks(f"{WORKER}:refusals", 4, timeout=200, stages=2)
+    for outcome in outcomes:
+        assert "loaded different micro-batches" in outcome["different data"]
+        assert "the data ended after 2 of the batch's 3 micro-batches" in outcome["short data"]
+        assert "begins at position 1, not 0" in outcome["middle of a document"]
+        assert outcome["afterwards"] < 1e-4 and outcome["left over"] == []
+        assert "attention layer 0 of the stages has windows of [None, 6] keys" in outcome["windows"]
+        assert "`distca.servers` was given 3; with scope 'grid' allowed: 2 (stages) times" in outcome["servers"]
+        assert "`distca.pipeline.scope` was given 'all'" in outcome["scope"]
+        assert "`distca.pipeline.scopes` is not an option" in outcome["option"]
+        assert "options: scope" in outcome["option"]
+        assert "1 decoder layers cannot be divided over 2 stages" in outcome["stages"]
+        assert "model type 'gemma'" in outcome["family"]
+        assert "DecoderPipeline (given: PipelineModule)" in outcome["module"]
+
+
+def test_the_module_works_without_the_plugin() -> None:
+    for outcome in run_ranks(f"{WORKER}:without_the_plugin", 2, timeout=120, stages=2):
+        assert outcome["evaluation"] == pytest.approx(outcome["expected"], rel=TOLERANCE)
+        assert outcome["training"] == pytest.approx(outcome["expected"], rel=TOLERANCE)

@@ -5,6 +5,20 @@
 packed documents is balanced over all data-parallel ranks.
 """
 
+import logging
+import sys
+
+if "deepspeed" not in sys.modules:
+    # DeepSpeed warns on standard output, at import, that it found no accelerator: among what `ds_distca plan --json`
+    # prints that would be no JSON. A script that imports DeepSpeed first sees all it has to say.
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        import deepspeed  # noqa: F401
+    finally:
+        logging.disable(before)
+
+# ruff: noqa: E402
 from deepspeed_distca.config import DistCAConfig, DistCAConfigError
 from deepspeed_distca.data import AccumulationLoader, PackedSequenceCollator
 from deepspeed_distca.engine_hooks import Runtime, attach, install, uninstall

@@ -18,7 +18,6 @@ if "deepspeed" not in sys.modules:
     finally:
         logging.disable(before)
 
-# ruff: noqa: E402
 from deepspeed_distca.config import DistCAConfig, DistCAConfigError
 from deepspeed_distca.data import AccumulationLoader, PackedSequenceCollator
 from deepspeed_distca.engine_hooks import Runtime, attach, install, uninstall

@@ -77,7 +77,7 @@ class FlashAttention4Kernel:
             )
         if major == 9 and head_dim != v_head_dim and q_heads != kv_heads:
             raise KernelError(
-                f"{self.name}: head dimensions ({head_dim}, {v_head_dim}) with {q_heads} query and {kv_heads} key/value"
+                f"{self.name}: head dimensions ({head_dim}, {v_head_dim}), {q_heads} query and {kv_heads} key/value"
                 " heads; on Hopper its grouped-query backward needs equal head dimensions. Use 'torch_varlen'"
             )
         if major != 9 and widest > 128 and (head_dim, v_head_dim) not in ((192, 128), (256, 256)):

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline example as a newcomer runs it: two stages on CPU in bf16, saved, resumed, and the model loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+LINE = re.compile(r"step (\d+)/\d+ loss (\d+\.\d+) seconds \d+\.\d+ balance (\d+\.\d+) -> (\d+\.\d+)")
+SMALL = ["--hidden-size", "64", "--vocab-size", "512", "--documents", "30", "--tokens-per-rank", "512"]
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def launch(folder: Path, *arguments: object) -> dict[int, tuple[str, float, float]]:
+    """Step to (loss as printed, balance before, balance after)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_accelerators", "2"]
+    script = ROOT / "examples" / "hf_llama" / "train_pipeline.py"
+    command = [*launcher, "--master_port", str(port), str(script), *SMALL, "--bf16", "--output-dir", str(folder)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *map(str, arguments)], cwd=folder, env=environment, text=True, capture_output=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return {int(n): (loss, float(b), float(a)) for n, loss, b, a in LINE.findall(done.stdout)}
+
+
+def test_the_example_trains_resumes_and_saves_a_whole_model(tmp_path):
+    arguments = ["--steps", 5, "--gradient-accumulation-steps", 4, "--checkpoint-layers", 1]
+    whole = launch(tmp_path, *arguments, "--save-every", 3, "--save-model", tmp_path / "model")
+    assert list(whole) == [1, 2, 3, 4, 5]
+    assert float(whole[5][0]) < float(whole[1][0])
+    assert all(after < 1.1 < before for _, before, after in whole.values())  # bubbles are filled
+    assert (tmp_path / "latest").read_text() == "step3"
+    resumed = launch(tmp_path, *arguments, "--resume")
+    assert resumed == {step: whole[step] for step in (4, 5)}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config.num_hidden_layers == 4
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == model.config.vocab_size

@@ -234,11 +234,11 @@ def report(args: argparse.Namespace, streams: dict[str, list[list[int]]], plain:
         for row, values in rows.items():
             share = (base["ms"] - values["ms"]) / (base["ms"] - ideal) if base["ms"] > ideal else float("nan")
             cells = [name, row, f"{values['ms']:.1f}", f"{values['ms'] / base['ms']:.3f}", f"{share:.0%}"]
-            if "balance" in values:
+            moved = ["", ""]
+            if row == "grid":
                 before, after = values["balance"]
-                cells += [f"{before:.2f} -> {after:.2f}", f"{values['mib_sent_max']:.0f}", f"{values['peak_gib']:.1f}"]
-            else:
-                cells += ["", "", ""]
+                moved = [f"{before:.2f} -> {after:.2f}", f"{values['mib_sent_max']:.0f}"]
+            cells += [*moved, f"{values['peak_gib']:.1f}" if "peak_gib" in values else ""]
             print(f"| {' | '.join(cells)} |")
         print(
             f"{name}: attention {base['attention_ms']:.0f} ms of all GPUs in plain, step without attention "

@@ -27,12 +27,16 @@ from tests.distributed.engine_worker import VOCABULARY, ds_config, reference
 LR = 0.3
 
 
-def documents_of_steps(replicas: int, micro_batches: int, steps: int, seed: int) -> list[list[list[list[list[int]]]]]:
+def documents_of_steps(
+    replicas: int, micro_batches: int, steps: int, seed: int, static: bool = False
+) -> list[list[list[list[list[int]]]]]:
     """documents[step][micro_batch][replica]: token ids of each document; some long, some of one token, some none."""
     rng = np.random.default_rng([seed, replicas, micro_batches])
 
     def row(index: int) -> list[list[int]]:
         kinds = [[150], [48, 1, 5], [7, 9, 3, 1], [90, 23], [1, 1], []]
+        if static:  # as many tokens in each
+            kinds = [[60], [30, 29, 1], [59, 1], [13, 47], [60], [7, 11, 42]]
         lengths = kinds[int(rng.integers(6)) if index else int(rng.integers(4))]
         return [rng.integers(0, VOCABULARY, size=n).tolist() for n in lengths]
 
@@ -65,11 +69,13 @@ def make_model(seed: int, tied: bool, layers: int, family: str, options: str) ->
 
 
 @cache
-def expected(replicas: int, micro_batches: int, steps: int, *model_arguments) -> list[tuple[float, dict]]:
+def expected(
+    replicas: int, micro_batches: int, steps: int, static: bool, *model_arguments
+) -> list[tuple[float, dict]]:
     """Of every step: the loss and the gradients, without any pipeline."""
     model, seed = make_model(*model_arguments), model_arguments[0]
     results = []
-    for step in documents_of_steps(replicas, micro_batches, steps, seed):
+    for step in documents_of_steps(replicas, micro_batches, steps, seed, static):
         batch = {
             (m, r, i): d for m, rows in enumerate(step) for r, docs in enumerate(rows) for i, d in enumerate(docs)
         }
@@ -123,7 +129,7 @@ def parameters_by_name(module: DecoderPipeline) -> dict[str, torch.nn.Parameter]
 
 
 def make_engine(stages: int, micro_batches: int, case: SimpleNamespace, optimizer: str = "sgd", **config):
-    module = DecoderPipeline(make_model(*model_arguments(case)), stages)
+    module = DecoderPipeline(make_model(*model_arguments(case)), stages, dynamic_shape=not case.static)
     distca = None if case.distca is None else {"enabled": True, "granularity": 8, **case.distca}
     settings = ds_config(case.zero, micro_batches, distca, **config)
     pipeline = {"activation_checkpoint_interval": case.interval, "use_reentrant": case.reentrant}
@@ -164,6 +170,7 @@ def defaults(case: dict) -> SimpleNamespace:
             "seed": 0,
             "steps": 3,
             "form": "mapping",
+            "static": False,
             "family": "llama",
             "options": {},
             "distca": {},
@@ -180,10 +187,10 @@ def train(stages: int, case: dict) -> dict:
     """Three steps with an evaluation before the first; the worst errors of losses and gradients on this rank."""
     case = defaults(case)
     replicas = dist.get_world_size() // stages
-    wanted = expected(replicas, case.micro_batches, case.steps, *model_arguments(case))
+    wanted = expected(replicas, case.micro_batches, case.steps, case.static, *model_arguments(case))
     engine = make_engine(stages, case.micro_batches, case)
     replica = engine.grid.get_data_parallel_rank()
-    documents = documents_of_steps(replicas, case.micro_batches, case.steps, case.seed)
+    documents = documents_of_steps(replicas, case.micro_batches, case.steps, case.seed, case.static)
     evaluation = engine.eval_batch(loader(documents[:1], replica, case.form))
     gradients = capture_gradients(engine)
     batches = loader(documents, replica, case.form)
@@ -248,7 +255,7 @@ def refusals(stages: int) -> dict[str, str]:
 
     found["middle of a document"] = _message_of(lambda: engine.eval_batch(middle_of_a_document()))
     # After all of these the engine is as good as new.
-    loss, _ = expected(replicas, case.micro_batches, 2, *model_arguments(case))[0]
+    loss, _ = expected(replicas, case.micro_batches, 2, False, *model_arguments(case))[0]
     found["afterwards"] = abs(float(engine.train_batch(loader(documents, replica, "mapping"))) - loss)
     engine.distca.detach()
     found["left over"] = sorted({"_exec_schedule", "_INSTRUCTION_MAP", "_next_batch"} & set(vars(engine)))
@@ -289,10 +296,13 @@ def without_the_plugin(stages: int) -> dict[str, float]:
     return {"evaluation": loss, "training": trained, "expected": float(np.mean(means))}
 
 
-def save_and_resume(stages: int, folder: str, case: dict) -> dict:
+def save_and_resume(stages: int, folder: str, cases: list[dict]) -> list[dict]:
     """Four steps of AdamW, saved after two; the last two again from the checkpoint; the whole model saved."""
     deepspeed.init_distributed("gloo")
-    case = defaults(case)
+    return [_save_and_resume(stages, f"{folder}/{index}", defaults(case)) for index, case in enumerate(cases)]
+
+
+def _save_and_resume(stages: int, folder: str, case: SimpleNamespace) -> dict:
     replicas = dist.get_world_size() // stages
     documents = documents_of_steps(replicas, case.micro_batches, 4, case.seed)
 

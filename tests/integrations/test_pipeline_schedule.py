@@ -56,6 +56,7 @@ class Stage:
             assert old["gradient sent"] or self.schedule.is_first_stage, "an input is overwritten"
         if old is None or old["id"] != micro_batch:
             self.slots[buffer] = {"id": micro_batch, "forward": False, "backward": False, "gradient sent": False}
+            self.slots[buffer]["sent"] = old is None or old["sent"] or self.schedule.is_last_stage
 
     def compute(self, command) -> None:
         first, last = self.schedule.is_first_stage, self.schedule.is_last_stage
@@ -66,7 +67,8 @@ class Stage:
             assert slot["id"] == len(self.forwards) and not slot["forward"]
             if first or last:
                 assert self.loaded == slot["id"] + 1
-            slot["forward"] = True
+            assert slot["sent"], "an output is overwritten that has not been sent"
+            slot["forward"], slot["sent"] = True, self.schedule.is_last_stage
             self.forwards.append(slot["id"])
             self.live_graphs += 1
             self.most_live_graphs = max(self.most_live_graphs, self.live_graphs)
@@ -93,6 +95,7 @@ def transfer(sender: Stage, receiver: Stage) -> None:
     if isinstance(send, ds.SendActivation):
         assert isinstance(receive, ds.RecvActivation) and slot["forward"]
         assert slot["id"] == len(receiver.forwards)
+        slot["sent"] = True
         receiver.begin(receive.buffer_id, slot["id"])
         receiver.received_gradient = None
     else:

@@ -16,6 +16,7 @@ from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.tasks import home_tasks
 from tests.distributed.random_plans import random_layout, random_tasks
 
 
@@ -41,12 +42,14 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
-    """The largest relative error of out, lse, dq, dk, dv over the cases, on this rank."""
+    """The largest relative error of out, lse, dq, dk, dv over the cases, on this rank; and as "…_ratio" the largest
+    quotient of that error and the error that the same kernel makes in the same dtype on each document alone."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange = PeerToPeerExchange(dist.group.WORLD)
     kernel = make_kernel("reference")
-    worst = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 0.0)
+    names = ("out", "lse", "dq", "dk", "dv")
+    worst = dict.fromkeys((*names, *(f"{name}_ratio" for name in names)), 0.0)
     for case in range(cases):
         rng = np.random.default_rng((seed, case))
         spec = AttentionSpec(
@@ -84,7 +87,8 @@ def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype) -> 
         use_lse = document % 2 == 0  # lse's gradient is used in some documents only
         loss = (out * grads[0].double()).sum() + ((lse * grads[1].double()).sum() if use_lse else 0.0)
         expected = torch.autograd.grad(loss, leaves)
-        whole[document] = (tensors, grads, out, lse, expected, use_lse)
+        plain = _alone(tensors, grads, use_lse, spec, kernel)
+        whole[document] = (tensors, grads, out, lse, expected, use_lse, plain)
 
     segments = layout.rank(rank)
     rows = lambda pick: torch.cat([pick(d)[a : a + n] for d, a, n in segments])  # noqa: E731
@@ -113,4 +117,21 @@ def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype) -> 
         got = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
         for name, value in got.items():
             assert torch.isfinite(value).all(), name
-            worst[name] = max(worst[name], relative(value, expected[name]))
+            error = relative(value, expected[name])
+            worst[name] = max(worst[name], error)
+            alone = rows(lambda d, name=name: whole[d][6][name].t() if name == "lse" else whole[d][6][name])
+            alone = alone.t() if name == "lse" else alone
+            # Below one rounding of the dtype there is nothing to compare.
+            floor = torch.finfo(dtype).eps / 4
+            worst[f"{name}_ratio"] = max(worst[f"{name}_ratio"], error / max(relative(alone, expected[name]), floor))
+
+
+def _alone(tensors, grads, use_lse: bool, spec: AttentionSpec, kernel) -> dict[str, torch.Tensor]:
+    """The kernel on one whole document in its own dtype, without a server: what any run of it costs in accuracy."""
+    layout = Layout.from_lengths([[len(tensors[0])]])
+    part = ServerPlan(PlanCompiler(layout, home_tasks(layout, spec.window)).rank(0), lambda t: t.q_len)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    out, lse = core_attention(*leaves, LayerPlan(part, part, None, False), spec, kernel)
+    loss = (out * grads[0]).sum() + ((lse * grads[1]).sum() if use_lse else 0.0)
+    dq, dk, dv = torch.autograd.grad(loss, leaves)
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

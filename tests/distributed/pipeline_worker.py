@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import schedule as ds
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import groups, safe_get_full_grad
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from deepspeed_distca import Layout, PackedSequenceCollator
@@ -215,14 +216,29 @@ def train(stages: int, case: dict) -> dict:
         "micro_batches": stats.micro_batches,
     }
     engine.destroy()
-    del engine
-    gc.collect()
     return result
+
+
+@contextmanager
+def own_groups() -> Iterator[None]:
+    """Ends the process groups that were made inside: each has threads of its own, and PipelineModule makes many."""
+    before = set(dist.distributed_c10d._world.pg_map)
+    yield
+    gc.collect()
+    shared = {id(value) for value in vars(groups).values()}  # what DeepSpeed keeps for the next engine
+    made = [group for group in dist.distributed_c10d._world.pg_map if group not in before and id(group) not in shared]
+    dist.barrier()
+    for group in made:
+        dist.destroy_process_group(group)
 
 
 def train_cases(stages: int, cases: list[dict]) -> list[dict]:
     deepspeed.init_distributed("gloo")
-    return [train(stages, case) for case in cases]
+    results = []
+    for case in cases:
+        with own_groups():
+            results.append(train(stages, case))
+    return results
 
 
 def _message_of(action) -> str:

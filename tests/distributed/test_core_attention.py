@@ -7,18 +7,21 @@ import pytest
 
 from tests.distributed.harness import run_ranks
 
+WORKER = "tests.distributed.core_attention_worker:check"
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_plans_are_exact_in_fp32(world: int) -> None:
-    errors = run_ranks("tests.distributed.core_attention_worker:check", world, seed=world, cases=60)
-    for worst in errors:
-        assert max(worst.values()) < 1e-5, errors
+    for worst in run_ranks(WORKER, world, seed=world, cases=60):
+        assert max(worst[name] for name in NAMES) < 1e-5, worst
 
 
-def test_bf16_accumulates_key_gradients_in_fp32() -> None:
-    # bf16 inputs, compared with float64 on the same inputs. dv is rounded once, however many servers contribute; dq and
-    # dk also carry the rounding of out through delta, as they do in any flash-attention.
-    errors = run_ranks("tests.distributed.core_attention_worker:check", 3, seed=7, cases=40, dtype="bfloat16")
-    for worst in errors:
-        assert worst["lse"] < 1e-5 and max(worst["out"], worst["dv"]) < 4e-3, errors
-        assert max(worst["dq"], worst["dk"]) < 1e-2, errors
+@pytest.mark.parametrize("seed", [7, 8])
+def test_bf16_is_as_exact_as_the_kernel_on_whole_documents(seed: int) -> None:
+    # Against float64 on the same bf16 inputs. Tiny documents have gradients that nearly cancel, in which bf16 leaves
+    # 1e-2 whoever computes them; so the measure is the kernel's own error on each document alone. That holds for dk
+    # and dv however many servers contribute: they are added in fp32 and rounded once.
+    for worst in run_ranks(WORKER, 3, seed=seed, cases=40, dtype="bfloat16"):
+        assert worst["lse"] < 1e-5 and max(worst["out"], worst["dv"]) < 4e-3, worst
+        assert max(worst[f"{name}_ratio"] for name in NAMES) < 1.02, worst

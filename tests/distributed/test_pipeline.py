@@ -35,6 +35,8 @@ CASES = [
     case(3, "stage", "off", 1, False),
     case(8, "grid", "off", 1, True),
     case(8, "stage", "non-reentrant", 0, False, form="pair"),
+    case(1, "grid", "non-reentrant", 1, False),
+    case(8, "grid", "reentrant", 0, False),
 ]
 
 
@@ -54,9 +56,10 @@ def check(results: list[list[dict]], cases: list[dict]) -> None:
 
 @pytest.mark.parametrize("stages", [2, 4, 1], ids=["2 stages x 2 replicas", "4 x 1", "1 x 4"])
 def test_losses_and_gradients_are_those_of_one_process(stages: int) -> None:
-    results = run_ranks(f"{WORKER}:train_cases", 4, timeout=290, stages=stages, cases=CASES)
-    check(results, CASES)
-    for given, outcome in zip(CASES, results[0], strict=True):
+    cases = CASES if stages > 1 else CASES[2:7]
+    results = run_ranks(f"{WORKER}:train_cases", 4, timeout=290, stages=stages, cases=cases)
+    check(results, cases)
+    for given, outcome in zip(cases, results[0], strict=True):
         alone = stages == 4 and given["distca"]["pipeline"]["scope"] == "stage"
         assert (outcome["bytes_moved"] == 0) == alone or given["micro_batches"] == 1, (given, outcome)
         if stages > 1 and given["distca"]["pipeline"]["scope"] == "grid":
@@ -76,18 +79,18 @@ def test_uneven_stages_groups_of_servers_shared_documents_and_windows() -> None:
         {**case(3, "grid", steps=2), "distca": {"servers": 2, "overlap": "none"}},
         case(2, "grid", steps=1, family="mistral", options={"sliding_window": 20}),
         case(2, "grid", "reentrant", steps=1, family="qwen2", options=windows),
+        case(3, "grid", static=True, steps=2),
         case(2, "stage", steps=1, family="qwen3"),
         case(2, "grid", steps=1, family="olmo2"),
     ]
     check(run_ranks(f"{WORKER}:train_cases", 4, timeout=290, stages=2, cases=cases), cases)
 
 
-@pytest.mark.parametrize(("scope", "tied"), [("grid", True), ("stage", False)])
-def test_a_resumed_run_and_the_saved_model_go_on_where_it_was(tmp_path, scope: str, tied: bool) -> None:
-    given = case(3, scope, "reentrant", zero=1, tied=tied)
-    outcomes = run_ranks(f"{WORKER}:save_and_resume", 4, timeout=200, stages=2, folder=str(tmp_path), case=given)
-    for outcome in outcomes:
-        assert outcome == outcomes[0]
+def test_a_resumed_run_and_the_saved_model_go_on_where_it_was(tmp_path) -> None:
+    cases = [case(3, "grid", "reentrant", zero=1, tied=True), case(3, "stage")]
+    ranks = run_ranks(f"{WORKER}:save_and_resume", 4, timeout=280, stages=2, folder=str(tmp_path), cases=cases)
+    assert all(outcomes == ranks[0] for outcomes in ranks)
+    for outcome in ranks[0]:
         assert outcome["again"] == outcome["losses"][2:]
         assert outcome["evaluation"] == pytest.approx(outcome["of the saved model"], rel=TOLERANCE)
 
@@ -113,8 +116,3 @@ def test_the_module_works_without_the_plugin() -> None:
     for outcome in run_ranks(f"{WORKER}:without_the_plugin", 2, timeout=120, stages=2):
         assert outcome["evaluation"] == pytest.approx(outcome["expected"], rel=TOLERANCE)
         assert outcome["training"] == pytest.approx(outcome["expected"], rel=TOLERANCE)
-
-
-# Pipeline parallelism is not finished: one of these failed in the last full run, on an overloaded machine, and was not
-# looked into. Take this mark away to work on it.
-pytestmark = pytest.mark.skip(reason="pipeline parallelism is work in progress")

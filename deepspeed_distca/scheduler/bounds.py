@@ -68,6 +68,10 @@ def promised(
     That is (1 + tolerance) times its share; or its share plus the costliest shard, if that is more. The costliest
     shard is what the last cut of some rank's own piece leaves: up to 2 * min_shard_tokens + granularity rows, of which
     two parts that respect both cannot be made.
+
+    With unequal weights a fast server may rightly keep more: it stays above its limit where a shard more would put every
+    other server s above its load by weight, (load_s + shard) / weight_s >= load / weight. Multiplied by weight_s and
+    summed over all n servers that compute, load <= share + shard * (n - 1) * weight / (sum of weights).
     """
     shares = Shares(server_weights, layout.num_ranks, tolerance)
     total = int(tasks.loads.sum())
@@ -79,8 +83,9 @@ def promised(
         start = np.maximum(pieces[:, PIECE_START], end - rows)
         shard = int(cost.cost(start, end, key_start(start, window), window, phase).max())
     exact = Shares(server_weights, layout.num_ranks, 0).limits(total)
+    others, sum_of_weights = sum(map(bool, shares.weights)) - 1, sum(shares.weights)
     return [
-        max(limit, share + shard if weight else 0)
+        max(limit, share + max(shard, -(-shard * others * weight // sum_of_weights)) if weight else 0)
         for limit, share, weight in zip(shares.limits(total), exact, shares.weights, strict=True)
     ]
 

@@ -399,13 +399,18 @@ class Moves:
         """The best move of one shard: the cheapest that fits, or else the one that loads its server least."""
         relative, loads, weights = self._shares.relative, self._loads, self._shares.weights
         takers = [s for s in range(len(loads)) if s != giver and weights[s]]
-        if self._cap is None:
-            takers = [min(takers, key=lambda s: relative(s, loads[s]))] if takers else []
-        best = None
+        if self._cap is None and takers and self._shares.are_equal:
+            takers = [min(takers, key=lambda s: loads[s])]
+        everyone, best = takers, None
         for piece in self._own[giver][-_LOOK_AT:]:
             lowest, highest = self._cuts.limits(piece.start, piece.end, self._shard)
             holders = [s for s in self._holdings.servers(piece.document) if s != giver and weights[s]]
             holders = nsmallest(_HOLDERS, holders, key=lambda s: relative(s, loads[s]))
+            if self._cap is None and not self._shares.are_equal:
+                # A fast server may end up less loaded than an emptier slow one: what counts is the load with the shard.
+                shards = [(piece.start, lowest), (highest, piece.end)] if lowest <= highest else [piece[2:]]
+                sizes = [self._cuts.cost(a, b) for a, b in shards]
+                takers = [min(everyone, key=lambda s, c=c: relative(s, loads[s] + c)) for c in sizes if everyone]
             for server in dict.fromkeys([*takers, *holders]):
                 below, above = self._savings(server, piece)
                 if lowest <= highest:

@@ -24,12 +24,12 @@ class Shares:
             ValueError: weights of a wrong number or kind, or all 0.
         """
         self.weights = _checked(weights, num_ranks)
-        self._sum, self._equal = sum(self.weights), len(set(self.weights)) == 1
+        self._sum, self.are_equal = sum(self.weights), len(set(self.weights)) == 1
         self._slack = round(tolerance * _TOLERANCE_UNIT)
 
     def limits(self, total: int) -> list[int]:
         """The largest load that each server may have."""
-        if self._equal:
+        if self.are_equal:
             return [self._part(total, self.weights[0], _TOLERANCE_UNIT + self._slack)] * len(self.weights)
         return [self._part(total, weight, _TOLERANCE_UNIT + self._slack) for weight in self.weights]
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_distca.layout import Layout, LayoutError, Segment
@@ -177,6 +179,7 @@ def test_a_loose_cap_changes_nothing_and_a_tight_one_keeps_all_at_home():
 
 
 @settings(max_examples=80, deadline=None)
+@example(layout=Layout.from_lengths([[], [], [], [], [], [1, 1]]), weights=[0, 0, 0, 1, 2, 2, 0], tolerance=0.02)
 @given(
     layout=layouts(ranks=st.integers(2, 7)),
     weights=st.lists(st.integers(0, 4), min_size=7, max_size=7),
@@ -190,6 +193,23 @@ def test_weighted_servers(layout, weights, tolerance):
     bound = promised(layout, AREA, tasks, tolerance, server_weights=weights)
     for load, most, weight in zip(tasks.loads.tolist(), bound, weights, strict=True):
         assert load <= most if weight else load == 0
+
+
+@settings(max_examples=150, deadline=None)
+@example(homes=[0, 0, 0], weights=[4, 1, 1, 1])
+@given(
+    homes=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    weights=st.lists(st.integers(1, 4), min_size=4, max_size=4),
+)
+def test_weighted_unit_documents_against_every_assignment(homes, weights):
+    layout = Layout.from_lengths([[1] * homes.count(rank) for rank in range(4)])
+    loads = balance(layout, AREA, tolerance=0.02, server_weights=weights).loads
+    unit = int(loads.sum()) // len(homes)
+    slowest = max(Fraction(int(load) // unit, weight) for load, weight in zip(loads, weights, strict=True))
+    assert slowest == min(
+        max(Fraction(servers.count(s), weights[s]) for s in range(4))
+        for servers in itertools.product(range(4), repeat=len(homes))
+    )
 
 
 def test_weights_are_shares():

@@ -62,6 +62,10 @@ class DistCAConfig(DeepSpeedConfigModel):
     """ Ranks that share their attention work: consecutive data-parallel ranks, a divisor of their number.
     Left out: all of them. """
 
+    server_weights: list[int] | None = None
+    """ Relative speeds of the data-parallel ranks' devices, a whole number of 0 to 1000000 for each: attention is
+    spread in proportion. A rank of weight 0 computes none, as far as others can take its work. Left out: equal. """
+
     max_received_rows: int | None = Field(None, ge=1)
     """ The most query and key/value rows that a server may receive for a micro-batch: a cap on memory which may cost
     balance. Left out: no cap. """

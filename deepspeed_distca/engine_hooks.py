@@ -9,6 +9,7 @@ Nothing is added to the model's modules or state: hooks only, which :meth:`Runti
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -113,7 +114,19 @@ class Runtime:
                 f"`{BLOCK}.servers` was given {servers}; allowed: a divisor of the {len(mine)} data-parallel ranks"
             )
         server_groups = [g[i : i + servers] for g in rank_groups for i in range(0, len(g), servers)]
-        options = PlanOptions(config.tolerance, config.granularity, config.min_shard_tokens, config.max_received_rows)
+        weights = _server_weights(config, len(mine), servers, mine.index(dist.get_rank()))
+        options = PlanOptions(
+            config.tolerance, config.granularity, config.min_shard_tokens, config.max_received_rows, weights
+        )
+        # All ranks have the same options but for the weights of their servers.
+        common = fingerprint(
+            replace(options, server_weights=None),
+            config.server_weights,
+            cost,
+            windows,
+            config.kernel,
+            config.token_weighted_loss,
+        )
         self._groups = [exchange_group(server_groups, engine.device, timeout)]
         agreement = agreement_group(rank_groups, timeout)
         self._groups.append(agreement)
@@ -121,9 +134,7 @@ class Runtime:
             # Sets the communicator up while all ranks are here: later calls may involve only some of them.
             dist.barrier(self._groups[0], device_ids=[engine.device.index])
         self.server = AttentionServer(
-            agreement=Agreement(
-                agreement, servers, fingerprint(options, cost, windows, config.kernel, config.token_weighted_loss)
-            ),
+            agreement=Agreement(agreement, servers, common),
             exchange=PeerToPeerExchange(self._groups[0]),
             server=mine.index(dist.get_rank()) % servers,
             cost=cost,
@@ -218,6 +229,20 @@ def heads_of(config: Any, dtype: torch.dtype) -> Heads:
         value_dim=getattr(config, "v_head_dim", None),
         element_size=dtype.itemsize,
     )
+
+
+def _server_weights(config: DistCAConfig, ranks: int, servers: int, rank: int) -> tuple[int, ...] | None:
+    """The weights of the servers of a rank's group; None where there are none, or a single server."""
+    given = config.server_weights
+    if given is None:
+        return None
+    groups = [given[i : i + servers] for i in range(0, len(given), servers)]
+    if len(given) != ranks or not all(0 <= w <= 10**6 for w in given) or not all(any(group) for group in groups):
+        raise DistCAConfigError(
+            f"`{BLOCK}.server_weights` was given {given}; allowed: one whole number of 0 to 1000000 for each of the "
+            f"{ranks} data-parallel ranks, not all 0 among the {servers} ranks that share their work"
+        )
+    return tuple(groups[rank // servers]) if servers > 1 else None
 
 
 def _check_engine(engine: DeepSpeedEngine) -> None:

@@ -34,6 +34,7 @@ class PlanOptions:
     granularity: int
     min_shard_tokens: int | None
     max_received_rows: int | None
+    server_weights: tuple[int, ...] | None = None  # of this rank's servers
 
 
 class AttentionServer:
@@ -185,6 +186,7 @@ class AttentionServer:
             granularity=self._options.granularity,
             min_shard_tokens=self._options.min_shard_tokens,
             max_received_rows=self._options.max_received_rows,
+            server_weights=self._options.server_weights,
         )
         compiler = PlanCompiler(layout, tasks.rows)
         part = ServerPlan(compiler.rank(self._server), self._cost_of(phase, window))
@@ -223,11 +225,14 @@ class AttentionServer:
         s, total = self._statistics, self._loads
         sent = sum(p.sent for p in planned)
         seconds = np.zeros(len(sent))
+        # What is balanced is load by weight.
+        weights = np.array(self._options.server_weights or [1] * len(sent), dtype=np.float64)
+        weights = np.where(weights > 0, weights / weights.mean(), 1.0)
         for p in planned:
             for when, loads in (("before", p.tasks.loads_before), ("after", p.tasks.loads)):
-                total[f"max_{when}"] += p.layers * float(loads.max())
+                total[f"max_{when}"] += p.layers * float((loads / weights).max())
                 total[f"mean_{when}"] += p.layers * float(loads.mean())
-            seconds += p.layers * self._cost.seconds(p.tasks.loads)
+            seconds += p.layers * self._cost.seconds(p.tasks.loads) / weights
         s.balance_before = total["max_before"] / total["mean_before"] if total["mean_before"] else 1.0
         s.balance_after = total["max_after"] / total["mean_after"] if total["mean_after"] else 1.0
         s.bytes_sent += int(sent[self._server])

@@ -69,8 +69,8 @@ def promised(
     shard is what the last cut of some rank's own piece leaves: up to 2 * min_shard_tokens + granularity rows, of which
     two parts that respect both cannot be made.
 
-    With unequal weights a fast server may rightly keep more: it stays above its limit where a shard more would put every
-    other server s above its load by weight, (load_s + shard) / weight_s >= load / weight. Multiplied by weight_s and
+    With unequal weights a fast server may rightly keep more: it stays above its limit where a shard more would put
+    every other server s above its load by weight, (load_s + shard) / weight_s >= load / weight. Multiplied by weight_s and
     summed over all n servers that compute, load <= share + shard * (n - 1) * weight / (sum of weights).
     """
     shares = Shares(server_weights, layout.num_ranks, tolerance)

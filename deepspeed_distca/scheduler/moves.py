@@ -407,7 +407,7 @@ class Moves:
             holders = [s for s in self._holdings.servers(piece.document) if s != giver and weights[s]]
             holders = nsmallest(_HOLDERS, holders, key=lambda s: relative(s, loads[s]))
             if self._cap is None and not self._shares.are_equal:
-                # A fast server may end up less loaded than an emptier slow one: what counts is the load with the shard.
+                # A fast server may end up less loaded than an emptier slow one: the load with the shard counts.
                 shards = [(piece.start, lowest), (highest, piece.end)] if lowest <= highest else [piece[2:]]
                 sizes = [self._cuts.cost(a, b) for a, b in shards]
                 takers = [min(everyone, key=lambda s, c=c: relative(s, loads[s] + c)) for c in sizes if everyone]

@@ -67,6 +67,11 @@ class PipelineRuntime:
         _check_engine(engine)
         module: DecoderPipeline = engine.module
         check_attention(module.config)
+        if config.server_weights is not None:
+            raise DistCAConfigError(
+                f"`{BLOCK}.server_weights` cannot be combined with a PipelineModule, whose servers change from tick "
+                "to tick; remove it"
+            )
         self.config, self._engine, self._module = config, engine, module
         self._scope = (config.pipeline or PipelineConfig()).scope
         topology = _Topology(engine, self._scope, config.servers)

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents for the global loader, out of what people have: datasets, sequences, streams, texts.
+
+Two kinds: :class:`IndexedDocuments` know every length beforehand and give any document; :class:`StreamedDocuments`
+only come one after another. Every rank must be given the same documents in the same order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from deepspeed_distca.data.documents import KNOWN_KEYS, Document, read_documents
+
+_READ = ("input_ids", "labels", "attention_mask")
+_TEXTS_AT_ONCE = 64
+
+
+class IndexedDocuments:
+    """Documents of a sequence: of token lists, arrays, tensors, or mappings with "input_ids" and perhaps "labels".
+
+    Args:
+        data: anything with a length and items.
+
+    Attributes:
+        lengths: int64 [num_documents], tokens of each.
+    """
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        self.data = data
+        self.lengths = self._read_lengths()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Document:
+        """One document.
+
+        Raises:
+            TypeError, ValueError: it cannot be read, or has another length than was read before.
+        """
+        document = _document(self._feature(index), f"document {index}")
+        if len(document.input_ids) != self.lengths[index]:
+            raise ValueError(
+                f"document {index} has {len(document.input_ids)} tokens where {self.lengths[index]} were expected; "
+                "documents must not change, and their input_ids must not be padded"
+            )
+        return document
+
+    def _feature(self, index: int) -> Any:
+        return self.data[index]
+
+    def _read_lengths(self) -> np.ndarray:
+        lengths = np.zeros(len(self.data), dtype=np.int64)
+        for index in range(len(lengths)):
+            lengths[index] = len(_document(self.data[index], f"document {index}").input_ids)
+        return lengths
+
+
+class ArrowDocuments(IndexedDocuments):
+    """Documents of a ``datasets.Dataset``. Lengths come from the offsets of its Arrow lists, through its selected or
+    shuffled indices: no token is read for them.
+
+    Raises:
+        ValueError: no column "input_ids", or columns of rows that are packed already.
+        TypeError: a column that does not hold lists of integers.
+    """
+
+    def __init__(self, data: Any) -> None:
+        columns = data.column_names
+        if "input_ids" not in columns:
+            raise ValueError(
+                f'the dataset has the columns {columns}, but no "input_ids"; for texts use '
+                "deepspeed_distca.data.tokenize"
+            )
+        packed = sorted(KNOWN_KEYS.intersection(columns) - set(_READ) | {"seq_lengths"}.intersection(columns))
+        if packed:
+            raise ValueError(
+                f"the dataset has the columns {packed}: its rows are packed or shifted already; give whole documents, "
+                f"or remove the columns if each row is one document"
+            )
+        self._columns = [name for name in _READ if name in columns]
+        self._open(data)
+        super().__init__(data)
+
+    def _open(self, data: Any) -> None:
+        import pyarrow as pa
+
+        self._lists = {name: data.data.column(name) for name in self._columns}
+        for name, column in self._lists.items():
+            kind = column.type
+            if not hasattr(kind, "value_type") or not pa.types.is_integer(kind.value_type):
+                raise TypeError(f"column {name!r} of the dataset must hold lists of integers, but holds {kind}")
+        # The dataset's own order over the rows of its table; there is no public name for it.
+        indices = getattr(data, "_indices", None)
+        self._rows = None if indices is None else indices.column(0)
+
+    def _read_lengths(self) -> np.ndarray:
+        import pyarrow.compute as pc
+
+        lengths = pc.list_value_length(self._lists["input_ids"]).fill_null(0).to_numpy().astype(np.int64)
+        if self._rows is not None:
+            lengths = lengths[self._rows.to_numpy()]
+        if len(lengths) != len(self.data):
+            raise RuntimeError(
+                f"the dataset has {len(self.data)} rows, but {len(lengths)} lengths were found in its Arrow table; "
+                "call its flatten_indices() first"
+            )
+        return lengths
+
+    def _feature(self, index: int) -> dict[str, np.ndarray]:
+        row = index if self._rows is None else self._rows[index].as_py()
+        found = {name: column[row].values for name, column in self._lists.items()}
+        return {
+            name: np.zeros(0, dtype=np.int64) if values is None else values.to_numpy(zero_copy_only=False)
+            for name, values in found.items()
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A dataset pickles itself by its files; its columns would be pickled with all their tokens.
+        return {key: value for key, value in self.__dict__.items() if key not in ("_lists", "_rows")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open(self.data)
+
+
+class StreamedDocuments:
+    """Documents of an iterable of the items that :class:`IndexedDocuments` takes, read anew in each epoch.
+
+    Args:
+        data: an iterable, whose ``set_epoch(epoch)`` is called if there is one, or a function that returns an
+            iterable. An iterator can be read only once.
+    """
+
+    def __init__(self, data: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        self.data = data
+        self._exhausted = False
+
+    @property
+    def is_iterator(self) -> bool:
+        """It can be read only once, and not by another process."""
+        return isinstance(self.data, Iterator)
+
+    def read(self, epoch: int) -> Iterator[Document]:
+        """The documents of an epoch, in order.
+
+        Raises:
+            ValueError: an iterator that was read before.
+        """
+        data = self.data
+        if self.is_iterator:
+            if self._exhausted:
+                raise ValueError(
+                    "the documents come from an iterator, which can be read only once; for more epochs, or to resume, "
+                    "give something that can be iterated anew, or a function that returns an iterator"
+                )
+            self._exhausted = True
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(epoch)
+        items = data() if callable(data) and not hasattr(data, "__iter__") else data
+        for index, item in enumerate(items):
+            yield _document(item, f"document {index} of the stream")
+
+
+class TokenizedStream:
+    """Token ids of the texts of an iterable, tokenized as they come; can be iterated anew if the texts can."""
+
+    def __init__(self, texts: Iterable[Any], encode: Callable[[list[Any]], list[np.ndarray]]) -> None:
+        self._texts, self._encode = texts, encode
+        if isinstance(texts, Iterator):
+            raise TypeError(
+                "the texts come from an iterator, which can be read only once; give something that can be iterated "
+                "anew"
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._texts, "set_epoch"):
+            self._texts.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        items = iter(self._texts)
+        while batch := list(islice(items, _TEXTS_AT_ONCE)):
+            yield from self._encode(batch)
+
+
+def read_source(data: Any) -> IndexedDocuments | StreamedDocuments:
+    """Documents of a ``datasets.Dataset`` or ``IterableDataset``, of a sequence (or any dataset with a length and
+    items), of an iterable, or of a function that returns one.
+
+    Raises:
+        TypeError: none of these, or a dictionary of splits.
+    """
+    if isinstance(data, IndexedDocuments | StreamedDocuments):
+        return data
+    if isinstance(data, Mapping):
+        raise TypeError(
+            f"expected documents, got a {type(data).__name__} with the keys {[str(key) for key in data][:8]}; choose "
+            "one of them"
+        )
+    if _is_dataset(data):
+        # A transform makes the items; only they know the lengths.
+        return IndexedDocuments(data) if data.format["type"] == "custom" else ArrowDocuments(data)
+    streamed = isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+    if not streamed and not isinstance(data, str | bytes):
+        return IndexedDocuments(data)
+    if isinstance(data, str | bytes) or not (hasattr(data, "__iter__") or callable(data)):
+        raise TypeError(
+            f"expected a dataset, a sequence or an iterable of documents, got {type(data).__name__}; texts become "
+            "documents with deepspeed_distca.data.tokenize"
+        )
+    return StreamedDocuments(data)
+
+
+def tokenize(
+    texts: Any,
+    tokenizer: Callable[..., Mapping[str, Any]],
+    *,
+    text_column: str = "text",
+    append_eos: bool = True,
+    num_proc: int | None = None,
+) -> Any:
+    """Documents for the loader from texts.
+
+    Args:
+        texts: a ``datasets.Dataset`` (tokenized by its ``map``, which caches), a sequence (tokenized now), or an
+            ``IterableDataset`` or other iterable (tokenized as it is read); of strings, or of mappings with
+            `text_column`.
+        tokenizer: of transformers, or any function from a list of texts to a mapping with "input_ids".
+        append_eos: end each document with the tokenizer's ``eos_token_id``, if it has one and the document does not
+            end with it.
+        num_proc: processes of ``Dataset.map``.
+
+    Raises:
+        TypeError: a single string, or an item that is neither a string nor a mapping with `text_column`.
+    """
+    if isinstance(texts, str | bytes):
+        raise TypeError("expected many texts, got one; put it into a list")
+    encode = _Encoder(tokenizer, text_column, append_eos)
+    if _is_dataset(texts):
+        if text_column not in texts.column_names:
+            raise TypeError(f"the dataset has the columns {texts.column_names}, but no {text_column!r}")
+        return texts.map(
+            encode.columns,
+            batched=True,
+            input_columns=[text_column],
+            remove_columns=texts.column_names,
+            num_proc=num_proc,
+        )
+    if isinstance(texts, IterableDataset) or not (hasattr(texts, "__len__") and hasattr(texts, "__getitem__")):
+        return TokenizedStream(texts, encode)
+    return [
+        ids for start in range(0, len(texts), 1000) for ids in encode([texts[i] for i in _span(texts, start, 1000)])
+    ]
+
+
+class _Encoder:
+    """Texts to token ids; an object and not a closure, so that it can go to other processes."""
+
+    def __init__(self, tokenizer: Callable[..., Mapping[str, Any]], text_column: str, append_eos: bool) -> None:
+        self._tokenizer, self._text_column = tokenizer, text_column
+        self._eos = getattr(tokenizer, "eos_token_id", None) if append_eos else None
+
+    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
+        texts = [self._text(item) for item in items]
+        # Documents longer than the model's context are what the loader is for: no warning about them.
+        quiet = {"verbose": False} if hasattr(self._tokenizer, "model_max_length") else {}
+        return [self._ended(np.asarray(ids, dtype=np.int64)) for ids in self._tokenizer(texts, **quiet)["input_ids"]]
+
+    def columns(self, texts: list[str]) -> dict[str, list[np.ndarray]]:
+        """For ``Dataset.map``."""
+        return {"input_ids": self(texts)}
+
+    def _ended(self, ids: np.ndarray) -> np.ndarray:
+        ended = self._eos is None or (len(ids) and ids[-1] == self._eos)
+        return ids if ended else np.append(ids, self._eos)
+
+    def _text(self, item: Any) -> str:
+        text = item.get(self._text_column) if isinstance(item, Mapping) else item
+        if not isinstance(text, str):
+            raise TypeError(f"expected a string or a mapping with {self._text_column!r}, got {str(item)[:80]!r}")
+        return text
+
+
+def _is_dataset(data: Any) -> bool:
+    """A ``datasets.Dataset``. The library is optional and slow to import; whoever has a dataset has imported it."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(data, library.Dataset)
+
+
+def _span(items: Sequence[Any], start: int, count: int) -> range:
+    return range(start, min(len(items), start + count))
+
+
+def _document(item: Any, where: str) -> Document:
+    feature = {k: item[k] for k in KNOWN_KEYS if k in item} if isinstance(item, Mapping) else {"input_ids": item}
+    try:
+        found = read_documents([feature])
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
+    if len(found) > 1:
+        raise ValueError(f"{where}: the row holds {len(found)} packed documents; give each document by itself")
+    return found[0] if found else Document(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The global loader: every document once over all ranks, the same batches after a resume, from any kind of data."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_distca.data import AccumulationLoader
+from deepspeed_distca.data.loader import GlobalPackedLoader
+
+VOCABULARY = 50_000
+
+
+def corpus(lengths, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCABULARY, size=int(n)) for n in lengths]
+
+
+def spread(count: int, seed: int = 0) -> list[np.ndarray]:
+    """Documents of very different lengths, the longest of several ranks' budgets of 64 tokens."""
+    lengths = np.random.default_rng(seed).lognormal(2.6, 1.0, size=count).astype(int) + 1
+    return corpus(np.minimum(lengths, 150), seed)
+
+
+def epochs(documents, ranks: int, count: int = 1, **options) -> list[list[list[dict]]]:
+    """The batches of each epoch and rank."""
+    loaders = [GlobalPackedLoader(documents, rank=r, num_ranks=ranks, **options) for r in range(ranks)]
+    return [[list(loader) for loader in loaders] for _ in range(count)]
+
+
+def documents_of(ranks: list[list[dict]]) -> list[tuple[list[int], list[int]]]:
+    """Token ids and targets of the documents of an epoch, put together from all ranks of one group; checks that ranks
+    agree, positions are true, and every token is there once."""
+    assert len({len(batches) for batches in ranks}) == 1  # as many micro-batches on every rank
+    found = []
+    for parts in zip(*ranks, strict=True):
+        layout = parts[0]["layout"].validate()
+        assert layout.num_ranks == len(parts) and all(part["layout"] == layout for part in parts)
+        tokens: dict[int, dict[int, tuple[int, int]]] = {}
+        for rank, part in enumerate(parts):
+            row = 0
+            assert part["input_ids"].shape == part["position_ids"].shape == (1, int(layout.tokens[rank]))
+            for document, start, length in layout.rank(rank):
+                rows = slice(row, row + length)
+                assert part["position_ids"][0, rows].tolist() == list(range(start, start + length))
+                ids, targets = (part[key][0, rows].tolist() for key in ("input_ids", "shift_labels"))
+                for position in range(length):
+                    assert tokens.setdefault(document, {}).setdefault(start + position, None) is None
+                    tokens[document][start + position] = ids[position], targets[position]
+                row += length
+            assert part["num_targets"] == int((part["shift_labels"] != -100).sum())
+        for columns in tokens.values():
+            ids, targets = zip(*(columns[i] for i in range(len(columns))), strict=True)
+            found.append((list(ids), list(targets)))
+    return found
+
+
+def check_exact(documents, ranks: list[list[dict]]) -> None:
+    """The multiset of documents is the one given, and every token but a document's last is told what comes next."""
+    found = documents_of(ranks)
+    assert Counter(tuple(ids) for ids, _ in found) == Counter(tuple(map(int, d)) for d in documents if len(d))
+    assert all(targets == [*ids[1:], -100] for ids, targets in found)
+
+
+def same(a: list[dict], b: list[dict]) -> bool:
+    """Bit-identical batches."""
+    return len(a) == len(b) and all(
+        x.keys() == y.keys() and all(torch.equal(x[k], y[k]) if torch.is_tensor(x[k]) else x[k] == y[k] for k in x)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_every_document_once_over_any_number_of_ranks(ranks: int) -> None:
+    documents = [*spread(120, seed=ranks), np.zeros(0, dtype=int), *corpus([1, 1, 2, 64 * ranks])]
+    documents = [d for d in documents if len(d) <= 64 * ranks]
+    options = dict(tokens_per_rank=64, fill="whole", gradient_accumulation_steps=1 + ranks % 3, seed=ranks)
+    first, second = epochs(documents, ranks, 2, **options)
+    for epoch in (first, second):
+        check_exact(documents, epoch)
+        assert len(epoch[0]) % options["gradient_accumulation_steps"] == 0
+    assert not same(first[0], second[0])  # another epoch, another order
+    assert same(first[0], epochs(documents, ranks, **options)[0][0])
+
+
+@pytest.mark.parametrize("placement", ["free", "contiguous", "head_tail"])
+def test_exact_fill_meets_every_budget(placement: str) -> None:
+    budgets = [50, 0, 90, 31]
+    documents = spread(200)
+    (ranks,) = epochs(documents, 4, tokens_per_rank=budgets, placement=placement, gradient_accumulation_steps=2)
+    tokens = [part["layout"].tokens.tolist() for part in ranks[0]]
+    last = next(i for i, t in enumerate(tokens) if t != budgets)
+    assert tokens[:last] == [budgets] * last and last > len(tokens) - 3
+    total = sum(map(len, documents))
+    assert sum(map(sum, tokens)) == total
+    # Documents may have been cut at the ends of batches: all tokens are there, and nearly all documents are whole.
+    found = documents_of(ranks)
+    assert Counter(t for ids, _ in found for t in ids) == Counter(int(t) for d in documents for t in d)
+    whole = Counter(tuple(ids) for ids, _ in found) & Counter(tuple(map(int, d)) for d in documents)
+    assert whole.total() > 0.9 * len(documents)
+    # Whole documents of up to the sum of budgets: longer than any rank.
+    assert max(len(ids) for ids, _ in found) > 90
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_resume_in_the_middle_of_an_epoch(workers: int, streamed: bool) -> None:
+    documents = spread(90)
+    data = (lambda: iter(documents)) if streamed else documents
+    options = dict(
+        rank=1, num_ranks=3, tokens_per_rank=48, gradient_accumulation_steps=3, num_workers=workers, shuffle_buffer=20
+    )
+    loader = GlobalPackedLoader(data, **options)
+    state, expected = loader.state_dict(), [list(loader), list(loader)]
+    assert state == GlobalPackedLoader(data, **options).state_dict()
+    for micro_batches in (0, 1, 5, 6, len(expected[0]) - 1):
+        interrupted = GlobalPackedLoader(data, **options)
+        before = list(islice(interrupted, micro_batches))
+        state = json.loads(json.dumps(interrupted.state_dict()))  # plain values only
+        resumed = GlobalPackedLoader(data, **options)
+        resumed.load_state_dict(state)
+        resumed.set_epoch(0)  # as loops over epochs do
+        assert same(before + list(resumed), expected[0])
+        if micro_batches == 5:
+            assert same(list(resumed), expected[1])
+    later = GlobalPackedLoader(data, **options)
+    later.set_epoch(1)
+    state = None
+    for index, _ in enumerate(later):
+        if index == 3:
+            state = later.state_dict()
+            break
+    resumed = GlobalPackedLoader(data, **options)
+    resumed.load_state_dict(state)
+    assert resumed.epoch == 1 and same(list(resumed), expected[1][4:])
+
+
+def test_workers_and_streams_make_the_same_batches() -> None:
+    documents = spread(80)
+    options = dict(tokens_per_rank=64, seed=3)
+    (expected,) = epochs(documents, 2, **options)
+    for workers in (1, 2):
+        (ranks,) = epochs(documents, 2, num_workers=workers, prefetch_factor=3, **options)
+        assert all(map(same, ranks, expected))
+    # A stream has the order of a sequence that is not shuffled, and any buffer its own.
+    (in_order,) = epochs(documents, 2, shuffle=False, **options)
+    for workers in (0, 2):
+        (ranks,) = epochs(lambda: (d.tolist() for d in documents), 2, shuffle=False, num_workers=workers, **options)
+        assert all(map(same, ranks, in_order))
+        (ranks,) = epochs(lambda: iter(documents), 2, shuffle_buffer=16, fill="whole", num_workers=workers, **options)
+        check_exact(documents, ranks)
+        assert not same(ranks[0], in_order[0])
+
+
+def test_a_run_resumes_on_other_ranks() -> None:
+    documents = spread(150)
+    options = dict(seed=1, fill="whole", gradient_accumulation_steps=2)
+    before = [GlobalPackedLoader(documents, 60, rank=r, num_ranks=4, **options) for r in range(4)]
+    first = [list(islice(loader, 4)) for loader in before]
+    after = [GlobalPackedLoader(documents, [100, 140], rank=r, num_ranks=2, **options) for r in range(2)]
+    for loader in after:
+        loader.load_state_dict(before[0].state_dict())
+    found = documents_of(first) + documents_of([list(loader) for loader in after])
+    assert Counter(tuple(ids) for ids, _ in found) == Counter(tuple(map(int, d)) for d in documents)
+
+
+def test_groups_of_servers() -> None:
+    documents = spread(160)
+    options = dict(servers=2, fill="whole", gradient_accumulation_steps=2, tokens_per_rank=[80, 70, 75, 75, 150, 0])
+    (ranks,) = epochs(documents, 6, **options)
+    groups = [documents_of(ranks[i : i + 2]) for i in (0, 2, 4)]
+    assert all(groups)
+    found = Counter(tuple(ids) for group in groups for ids, _ in group)
+    assert found == Counter(tuple(map(int, d)) for d in documents)
+    assert len({len(batches) for batches in ranks}) == 1
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_targets_of_a_step(accumulation: int) -> None:
+    (ranks,) = epochs(spread(61), 3, tokens_per_rank=40, gradient_accumulation_steps=accumulation)
+    for batches in ranks:
+        for first in range(0, len(batches), accumulation):
+            window = batches[first : first + accumulation]
+            assert len(window) == accumulation
+            targets = sum(batch["num_targets"] for batch in window)
+            assert [batch["step_targets"] for batch in window] == [targets] * accumulation
+    assert sum(batch["num_targets"] for batches in ranks for batch in batches) > 0
+
+
+def test_the_last_step() -> None:
+    documents = corpus([30, 30, 30, 30, 25])
+    options = dict(tokens_per_rank=15, gradient_accumulation_steps=4, shuffle=False)
+    (ranks,) = epochs(documents, 2, **options)
+    sizes = [part["layout"].tokens.tolist() for part in ranks[0]]
+    # Fewer tokens are spread over the ranks alike, and empty micro-batches complete the step.
+    assert sizes == [[15, 15]] * 4 + [[12, 13]] + [[0, 0]] * 3
+    assert ranks[0][-1]["input_ids"].shape == (1, 0) and ranks[0][-1]["num_targets"] == 0
+    loader = GlobalPackedLoader(documents, rank=0, num_ranks=2, drop_last=True, **options)
+    assert len(loader) == 4 and same(
+        [{**b, "step_targets": 0} for b in loader], [{**b, "step_targets": 0} for b in ranks[0][:4]]
+    )
+    assert loader.counts.dropped_documents == 1
+    assert len(GlobalPackedLoader(documents, rank=0, num_ranks=2, **options)) == 8
+
+
+def test_a_loop_that_was_left_starts_anew() -> None:
+    loader = GlobalPackedLoader(spread(60), 50, rank=0, num_ranks=2)
+    expected = list(loader)
+    assert loader.epoch == 1
+    loader.set_epoch(0)
+    for _ in loader:
+        break
+    assert loader.epoch == 0 and same(list(loader), expected)
+
+
+def test_labels_are_kept() -> None:
+    rng = np.random.default_rng(0)
+    features = [
+        {"input_ids": d.tolist(), "labels": np.where(rng.random(len(d)) < 0.4, -100, d).tolist()} for d in spread(50)
+    ]
+    expected = {tuple(f["input_ids"]): [*f["labels"][1:], -100] for f in features}
+    for data in (features, lambda: iter(features)):
+        (ranks,) = epochs(data, 3, tokens_per_rank=60, fill="whole")
+        found = documents_of(ranks)
+        assert len(found) == 50 and all(expected[tuple(ids)] == targets for ids, targets in found)
+        for batches in ranks:
+            assert sum(b["num_targets"] for b in batches) < sum(b["input_ids"].numel() for b in batches)
+        assert ranks[0][0]["step_targets"] == ranks[0][0]["num_targets"]
+
+
+def test_global_random_states_are_left_alone() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    list(GlobalPackedLoader(spread(30), 50, rank=0, num_ranks=2, num_workers=1))
+    assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1] == before[1]).all()
+
+
+def test_an_accumulation_loader_around_it_changes_nothing() -> None:
+    options = dict(tokens_per_rank=40, rank=0, num_ranks=2, gradient_accumulation_steps=2)
+    loader = GlobalPackedLoader(spread(50), **options)
+    expected = list(loader)
+    wrapped = AccumulationLoader(GlobalPackedLoader(spread(50), **options), 2)
+    assert len(wrapped) == len(expected)
+    before = list(islice(wrapped, 5))
+    resumed = AccumulationLoader(GlobalPackedLoader(spread(50), **options), 2)
+    resumed.load_state_dict(wrapped.state_dict())
+    assert same(before + list(resumed), expected)
+
+
+def test_states_of_other_runs_are_refused() -> None:
+    documents = spread(40)
+    state = GlobalPackedLoader(documents, 50, rank=0, num_ranks=2).state_dict()
+    for change, word in (
+        (dict(seed=5), "seed was 0, is 5"),
+        (dict(tokens_per_rank=49), "capacities was"),
+        (dict(gradient_accumulation_steps=2), "gradient_accumulation_steps was 1, is 2"),
+        (dict(documents=documents[:-1]), "documents was '40 of"),
+    ):
+        options = {"documents": documents, "tokens_per_rank": 50, "rank": 0, "num_ranks": 2, **change}
+        with pytest.raises(ValueError, match=word):
+            GlobalPackedLoader(**options).load_state_dict(state)
+    with pytest.raises(ValueError, match="version 1, got 0"):
+        GlobalPackedLoader(documents, 50, rank=0, num_ranks=2).load_state_dict({**state, "version": 0})
+
+
+def test_wrong_arguments() -> None:
+    for options, word in (
+        (dict(rank=2, num_ranks=2), r"rank must be in 0\.\.1"),
+        (dict(rank=0), "both rank and num_ranks"),
+        (dict(servers=3), "divisor of the 2 ranks"),
+        (dict(tokens_per_rank=[1, 2, 3]), "one for each of 2 ranks; got 3"),
+        (dict(tokens_per_rank=[-1, 3]), "at least 0"),
+        (dict(tokens_per_rank=[4, 0], servers=1), "budget of at least 1"),
+        (dict(placement="best"), "placement must be"),
+        (dict(gradient_accumulation_steps=0), "gradient_accumulation_steps must be"),
+        (dict(server_weights=[1, 2, 3]), "server_weights must be"),
+        (dict(seed=-1), "seed must be"),
+        (dict(overflow="error", documents=[[1] * 21]), "document 0 has 21 tokens, the ranks that share it hold 20"),
+    ):
+        given = {"documents": [[1, 2]], "tokens_per_rank": 10, "rank": 0, "num_ranks": 2, **options}
+        if "rank" in options and "num_ranks" not in options:
+            del given["num_ranks"]
+        with pytest.raises(ValueError, match=word):
+            list(GlobalPackedLoader(**given))

@@ -70,8 +70,8 @@ def promised(
     two parts that respect both cannot be made.
 
     With unequal weights a fast server may rightly keep more: it stays above its limit where a shard more would put
-    every other server s above its load by weight, (load_s + shard) / weight_s >= load / weight. Multiplied by weight_s and
-    summed over all n servers that compute, load <= share + shard * (n - 1) * weight / (sum of weights).
+    every other server s above its load by weight, (load_s + shard) / weight_s >= load / weight. Multiplied by weight_s
+    and summed over all n servers that compute, load <= share + shard * (n - 1) * weight / (sum of weights).
     """
     shares = Shares(server_weights, layout.num_ranks, tolerance)
     total = int(tasks.loads.sum())

@@ -20,6 +20,7 @@ from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.plan import PlanCompiler, TaskRanges
 from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
 
@@ -113,8 +114,7 @@ class AttentionServer:
             for phase in PHASES
         ]
         if self._check_plan and everyone.layout.num_ranks > 1:
-            rows = [p.tasks.rows for p in planned]
-            self._agreement.same(fingerprint(everyone.layout.segments, *rows), "the plan of a micro-batch")
+            self._agreement.same(fingerprint(*(p.digest for p in planned)), "the plan of a micro-batch")
         self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
         plans = {
             window: LayerPlan(*(p.part for p in planned if p.window == window), self._exchange, self._local_first)
@@ -139,12 +139,7 @@ class AttentionServer:
         start = time.perf_counter()
         planned = [self._plan_phase(layout, window, phase, layers) for layout, window, layers in kinds]
         if self._check_plan and kinds and kinds[0][0].num_ranks > 1:
-            rows = [
-                array
-                for (layout, *_), p in zip(kinds, planned, strict=True)
-                for array in (layout.segments, p.tasks.rows)
-            ]
-            self._agreement.same(fingerprint(phase, *rows), f"the plan of a {phase} tick")
+            self._agreement.same(fingerprint(*(p.digest for p in planned)), f"the plan of a {phase} tick")
         if note:
             self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches)
         return [p.part for p in planned]
@@ -190,7 +185,8 @@ class AttentionServer:
         )
         compiler = PlanCompiler(layout, tasks.rows)
         part = ServerPlan(compiler.rank(self._server), self._cost_of(phase, window))
-        return _Planned(window, layers, tasks, part, layers * compiler.bytes_sent(self._cost.heads, phase))
+        sent = layers * compiler.bytes_sent(self._cost.heads, phase)
+        return _Planned(window, layers, tasks, part, sent, digest(layout, tasks, phase=phase, window=window).value)
 
     def _cost_of(self, phase: str, window: int | None) -> Callable[[TaskRanges], np.ndarray]:
         def cost(tasks: TaskRanges) -> np.ndarray:
@@ -253,6 +249,7 @@ class _Planned:
     tasks: Tasks
     part: ServerPlan
     sent: np.ndarray
+    digest: int
 
 
 @dataclass(frozen=True)

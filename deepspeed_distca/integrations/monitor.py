@@ -20,9 +20,6 @@ def events(statistics: StepStatistics, samples: int) -> list[tuple[str, float, i
         "bytes_sent_max": statistics.bytes_sent_max,
         "planning_ms": statistics.planning_ms,
     }
-    exposed = getattr(statistics, "exposed_ms", None)
-    if exposed is not None:
-        values["exposed_ms"] = exposed
     return [(PREFIX + name, float(value), samples) for name, value in values.items()]
 
 

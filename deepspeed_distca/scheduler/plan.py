@@ -90,7 +90,11 @@ class PlanCompiler:
         """
         self._layout = layout
         self._home_rows = layout.tokens
-        index = _SegmentIndex(layout)
+        # Ids may be any int64: everything below works on 0..n-1, so that products with them stay far from overflow.
+        ids = np.unique(layout.segments[:, DOCUMENT])
+        index = _SegmentIndex(layout, ids)
+        tasks = tasks.copy()
+        tasks[:, _TASK_DOCUMENT] = np.searchsorted(ids, tasks[:, _TASK_DOCUMENT])
         order = np.lexsort((tasks[:, _Q_START], tasks[:, _TASK_DOCUMENT], tasks[:, _SERVER]))
         tasks = np.ascontiguousarray(tasks[order], dtype=np.int64)
         self._split(index, tasks)
@@ -210,16 +214,17 @@ class PlanCompiler:
 
 
 class _SegmentIndex:
-    """Finds the segments that hold a range of a document's positions, for many ranges at once."""
+    """Finds the segments that hold a range of a document's positions, for many ranges at once. Documents are given by
+    their index in ``ids``, the layout's sorted document ids."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, ids: np.ndarray) -> None:
         s = layout.segments
         order = np.lexsort((s[:, START], s[:, DOCUMENT]))
         self.rank, self.start = s[order, RANK], s[order, START]
         self.end = self.start + s[order, LENGTH]
         self.row = layout.rows[order]
         self._span = int(self.end.max(initial=0)) + 1
-        self._key = s[order, DOCUMENT] * self._span + self.start
+        self._key = np.searchsorted(ids, s[order, DOCUMENT]) * self._span + self.start
 
     def find(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
         """The segment that holds each position."""

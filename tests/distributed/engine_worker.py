@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepspeed_distca
 from deepspeed_distca import Layout
+from deepspeed_distca.attention_server import runtime
 from deepspeed_distca.data.from_layout import batch_from_layout
 
 VOCABULARY = 97
@@ -229,6 +230,19 @@ def different_options() -> dict:
     engine = _engine({"tolerance": 0.1 * (1 + dist.get_rank())})
     try:
         engine(**_batch(9, 4))
+        return {"error": ""}
+    except RuntimeError as raised:
+        return {"error": str(raised)}
+
+
+def different_plans() -> dict:
+    """Rank 1's scheduler decides otherwise on the same layout: it finds nothing to move."""
+    engine = _engine({"granularity": 16})
+    if dist.get_rank() == 1:
+        decide = runtime.balance
+        runtime.balance = lambda layout, cost, **options: decide(layout, cost, **{**options, "tolerance": 1000.0})
+    try:
+        engine(**_batch(*([200] if dist.get_rank() == 0 else [9, 4])))
         return {"error": ""}
     except RuntimeError as raised:
         return {"error": str(raised)}

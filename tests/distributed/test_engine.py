@@ -119,6 +119,11 @@ def test_other_options_on_one_rank_are_refused() -> None:
         assert "run with another `distca` block" in outcome["error"]
 
 
+def test_another_plan_on_one_rank_is_an_error_on_all() -> None:
+    for outcome in run_ranks("tests.distributed.engine_worker:different_plans", 2, timeout=120):
+        assert "the ranks disagree on the plan of a micro-batch" in outcome["error"]
+
+
 def test_block_decides_and_hooks_come_off() -> None:
     for outcome in run_ranks("tests.distributed.engine_worker:on_and_off", 2, timeout=200):
         assert outcome == {

@@ -103,6 +103,25 @@ def test_whole_documents_at_home_move_nothing(seed: int, world: int) -> None:
         assert plan.is_local and int(plan.local.q_len.sum()) == plan.home_rows
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 5))
+def test_document_ids_may_be_any_int64(seed: int, world: int) -> None:
+    rng = np.random.default_rng(seed)
+    layout = random_layout(rng, world, documents=5, longest=60)
+    tasks = random_tasks(rng, layout, None)
+    ids = np.sort(rng.integers(0, 2**63 - 1, size=int(layout.segments[:, 1].max()) + 1))
+    segments, renamed = layout.segments.copy(), tasks.copy()
+    segments[:, 1], renamed[:, 0] = ids[segments[:, 1]], ids[renamed[:, 0]]
+    small = PlanCompiler(layout, tasks)
+    large = PlanCompiler(Layout(segments, world).validate(), renamed)
+    for rank in range(world):
+        a, b = small.rank(rank), large.rank(rank)
+        for name in ("q_in", "kv_in", "q_out", "kv_out"):
+            assert np.array_equal(getattr(a, name), getattr(b, name)), name
+        for one, other in ((a.local, b.local), (a.remote, b.remote)):
+            assert [x.tolist() for x in vars(one).values()] == [x.tolist() for x in vars(other).values()]
+
+
 def test_bytes_sent_of_one_moved_tail() -> None:
     layout = Layout.from_lengths([[100], [10]])
     tasks = np.array([[0, 0, 60, 0, 0], [0, 60, 100, 0, 1], [1, 0, 10, 0, 1]])

@@ -7,8 +7,9 @@
 query-key pairs; up to 10 batches, as many as the documents last for. Bytes are the forward dispatch (q, k, v),
 by rank: "mean" over ranks, sent and received being the same; "worst" the larger of what some rank sends and what some
 rank receives. Both are means over batches, balances the worst of all batches. Everything that crosses ranks counts,
-also the keys that a rank needs for its own queries of a document that began on another. A granule is 128 query rows at
-the end of the longest document, over the mean load.
+also the keys that a rank needs for its own queries of a document that began on another, and the keys that a server
+sends on to others in the second round of a dispatch. A granule is 128 query rows at the end of the longest document,
+over the mean load.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_distca.attention_server.exchange import Exchange, Messages
+from deepspeed_distca.attention_server.exchange import Exchange, Messages, Round
 from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.server_plan import Run, ServerPlan
 from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
@@ -102,8 +102,9 @@ def _forward(q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> t
 
     q_work, k_work, v_work = _workspace(p, q, k, v)
     dispatch = plan.exchange.start(
-        [*_send(q, p.q_out), *_send(k, p.kv_out), *_send(v, p.kv_out)],
-        [*_receive(q_work, p.q_in), *_receive(k_work, p.kv_in), *_receive(v_work, p.kv_in)],
+        [*_send(q, p.q_out), *_send(k, p.kv_out_direct), *_send(v, p.kv_out_direct)],
+        [*_receive(q_work, p.q_in), *_receive(k_work, p.kv_in_direct), *_receive(v_work, p.kv_in_direct)],
+        _relay(p, k_work, v_work),
     )
     _keep(q_work, q, p.q_keep)
     _keep(k_work, k, p.kv_keep)
@@ -165,16 +166,17 @@ def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpe
             *_send(q, p.q_out),
             *_send(dout, p.q_out),
             *messages[: len(p.q_out)],
-            *_send(k, p.kv_out),
-            *_send(v, p.kv_out),
+            *_send(k, p.kv_out_direct),
+            *_send(v, p.kv_out_direct),
         ],
         [
             *_receive(q_work, p.q_in),
             *_receive(dout_work, p.q_in),
             *_receive(stats_work, p.q_in),
-            *_receive(k_work, p.kv_in),
-            *_receive(v_work, p.kv_in),
+            *_receive(k_work, p.kv_in_direct),
+            *_receive(v_work, p.kv_in_direct),
         ],
+        _relay(p, k_work, v_work),
     )
     _keep(q_work, q, p.q_keep)
     _keep(dout_work, dout, p.q_keep)
@@ -263,6 +265,17 @@ def _receive(work: torch.Tensor, runs: list[Run]) -> Messages:
 
 def _give_back(work: torch.Tensor, runs: list[Run]) -> Messages:
     return _receive(work, runs)
+
+
+def _relay(p: ServerPlan, k_work: torch.Tensor, v_work: torch.Tensor) -> Round | None:
+    """The second round of a dispatch: keys and values from workspace to workspace."""
+    if not p.relay_in and not p.relay_out:
+        return None
+    works = (k_work, v_work)
+    return (
+        [message for work in works for message in _send(work, p.relay_out)],
+        [message for work in works for message in _receive(work, p.relay_in)],
+    )
 
 
 def _consecutive(buffer: torch.Tensor, runs: list[Run]) -> Messages:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 Messages = Sequence[tuple[int, torch.Tensor]]
+Round = tuple[Messages, Messages]
 
 
 class Pending(Protocol):
@@ -29,8 +30,13 @@ class Pending(Protocol):
 class Exchange(Protocol):
     """Moves rows between the servers of a group; peers are ranks of that group."""
 
-    def start(self, sends: Messages, receives: Messages) -> Pending:
-        """Starts sending and receiving; neither side's tensors may be touched until ``wait()``."""
+    def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:
+        """Starts sending and receiving; neither side's tensors may be touched until ``wait()``.
+
+        Args:
+            sends, receives: of the first round.
+            then: sends and receives of a second one, which may send on what the first receives.
+        """
 
 
 class _Done:
@@ -39,7 +45,7 @@ class _Done:
 
 
 class _Works:
-    def __init__(self, works: list[dist.Work], keep: tuple[Messages, Messages]) -> None:
+    def __init__(self, works: list[dist.Work], keep: Messages) -> None:
         self._works, self._keep = works, keep  # the tensors must outlive the transfer
 
     def wait(self) -> None:
@@ -47,7 +53,7 @@ class _Works:
         works, self._works = self._works, []
         for work in works:
             work.wait()
-        self._keep = ((), ())
+        self._keep = ()
 
 
 class PeerToPeerExchange:
@@ -55,18 +61,30 @@ class PeerToPeerExchange:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self._on_host = dist.get_backend(group) != "nccl"
         self._global_rank = dist.get_process_group_ranks(group)
 
-    def start(self, sends: Messages, receives: Messages) -> Pending:
+    def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:
+        works = self._start(sends, receives)
+        keep = [*sends, *receives]
+        if then is not None:
+            if self._on_host and then[0]:
+                # What NCCL sends on follows what it receives, on its own stream; here it must have arrived.
+                for work in works:
+                    work.wait()
+                works = []
+            works += self._start(*then)
+            keep += [*then[0], *then[1]]
+        return _Works(works, keep) if works else _Done()
+
+    def _start(self, sends: Messages, receives: Messages) -> list[dist.Work]:
         operations = [
             dist.P2POp(operation, tensor, self._global_rank[peer], self.group)
             for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
             for peer, tensor in messages
             if tensor.numel()
         ]
-        if not operations:
-            return _Done()
-        return _Works(dist.batch_isend_irecv(operations), (sends, receives))
+        return dist.batch_isend_irecv(operations) if operations else []
 
 
 def exchange_group(ranks: list[list[int]], device: torch.device, timeout: timedelta) -> dist.ProcessGroup:

@@ -44,6 +44,9 @@ class ServerPlan:
         remote: tasks in the workspace; ``waves`` are the same, cut for backward.
         q_in, kv_in: runs from other ranks into the workspace; q_keep, kv_keep: this rank's own rows that go there.
         q_out, kv_out: runs to other servers.
+        kv_in_direct, kv_out_direct: those of ``kv_in`` and ``kv_out`` that homes send themselves; the rest of
+            ``kv_in`` comes as ``relay_in``, from another workspace, and ``relay_out`` is what this rank sends on.
+            There ``home`` is the row in the relay's workspace.
     """
 
     def __init__(self, plan: RankPlan, cost: Cost) -> None:
@@ -61,6 +64,9 @@ class ServerPlan:
         self.q_in, self.q_keep = _incoming(plan.q_in, plan.rank)
         self.kv_in, self.kv_keep = _incoming(plan.kv_in, plan.rank)
         self.q_out, self.kv_out = _runs(plan.q_out), _runs(plan.kv_out)
+        self.kv_in_direct = _incoming(plan.kv_in[plan.kv_in_direct], plan.rank)[0]
+        self.kv_out_direct = _runs(plan.kv_out[plan.kv_out_direct])
+        self.relay_in, self.relay_out = _runs(plan.relay_in), _runs(plan.relay_out)
 
     def _home(self, tasks: TaskRanges) -> TaskBatch:
         return _batch(tasks, self.plan.home_rows, self.plan.home_rows)

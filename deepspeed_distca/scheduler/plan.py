@@ -7,7 +7,8 @@ buffer, ordered by (document, position), into which rows are received without a 
 server's own. Each key/value row a server needs is in its workspace once, however many tasks read it.
 
 Rows travel in runs: contiguous at home and in the workspace alike. Sender and receiver list the runs between them in
-the same order, so that messages need no headers. Everything here is a pure function of (layout, tasks), in int64.
+the same order, so that messages need no headers. Some key/value runs reach their server in a second round, from the
+workspace of another one (see ``relays``). Everything here is a pure function of (layout, tasks), in int64.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import numpy as np
 
 from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout
 from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.relays import RelayRule, relays
 
-#: Columns of a run: the other rank, first row at home, first row in the server's workspace, number of rows.
+#: Columns of a run: the other rank, first row at home, first row in the server's workspace, number of rows. A relayed
+#: run has the row in the relay's workspace in place of the one at home.
 PEER, HOME_ROW, WORK_ROW, ROWS = range(4)
 _TASK_DOCUMENT, _Q_START, _Q_END, _K_START, _SERVER = range(5)
 
@@ -55,6 +58,10 @@ class RankPlan:
         work_q_rows, work_kv_rows: rows of the workspace.
         q_in, kv_in: int64 [num_runs, 4], runs this rank receives as a server (peer: the home). peer == rank is a copy.
         q_out, kv_out: int64 [num_runs, 4], runs this rank sends as a home (peer: the server), without peer == rank.
+        kv_in_direct, kv_out_direct: bool [num_runs], runs of ``kv_in`` and ``kv_out`` that the home itself sends.
+            Gradients come back along all of them.
+        relay_in, relay_out: int64 [num_runs, 4], the other runs of ``kv_in`` as they come from a relay's workspace
+            (peer: the relay), and what this rank sends on (peer: the server).
     """
 
     rank: int
@@ -68,6 +75,10 @@ class RankPlan:
     kv_in: np.ndarray
     q_out: np.ndarray
     kv_out: np.ndarray
+    kv_in_direct: np.ndarray
+    kv_out_direct: np.ndarray
+    relay_in: np.ndarray
+    relay_out: np.ndarray
 
     @property
     def is_local(self) -> bool:
@@ -83,10 +94,11 @@ class RankPlan:
 class PlanCompiler:
     """Compiles the parts of any rank from one layout and its tasks; what all ranks share is worked out once."""
 
-    def __init__(self, layout: Layout, tasks: np.ndarray) -> None:
+    def __init__(self, layout: Layout, tasks: np.ndarray, rule: RelayRule = RelayRule()) -> None:  # noqa: B008
         """Args:
         layout: where the tokens live.
         tasks: int64 [num_tasks, 5], columns (document, q_start, q_end, k_start, server).
+        rule: when key/value rows are relayed.
         """
         self._layout = layout
         self._home_rows = layout.tokens
@@ -99,6 +111,7 @@ class PlanCompiler:
         tasks = np.ascontiguousarray(tasks[order], dtype=np.int64)
         self._split(index, tasks)
         self._place(index)
+        self._kv_source = relays(self._kv_runs, layout.num_ranks, rule)
 
     def _split(self, index: _SegmentIndex, tasks: np.ndarray) -> None:
         """Which tasks run in place: keys and queries in one segment of the server's own, the first of its document."""
@@ -148,6 +161,14 @@ class PlanCompiler:
         self._wave = np.empty(len(t), dtype=np.int64)
         self._wave[order] = np.arange(len(t)) - first[interval] if len(t) else 0
 
+    def relayed(self) -> np.ndarray:
+        """Relayed runs, int64 [num_runs, 6]: (server, relay, home, row in the relay's workspace, row in the server's,
+        rows)."""
+        index = np.flatnonzero(self._kv_source >= 0)
+        run, via = self._kv_runs[index], self._kv_runs[self._kv_source[index]]
+        row = via[:, 3] + run[:, 2] - via[:, 2]
+        return np.stack([run[:, 0], via[:, 0], run[:, 1], row, run[:, 3], run[:, 4]], axis=1)
+
     @property
     def moves_rows(self) -> bool:
         """Any row travels between any two ranks."""
@@ -168,6 +189,9 @@ class PlanCompiler:
             server, home, rows = runs[runs[:, 0] != runs[:, 1]][:, [0, 1, 4]].T
             np.add.at(sent, home, rows * out)
             np.add.at(sent, server, rows * back)
+        _, relay, home, _, _, rows = self.relayed().T
+        np.add.at(sent, relay, rows * heads.kv_bytes)
+        np.add.at(sent, home, -rows * heads.kv_bytes)
         return sent
 
     def rank(self, rank: int) -> RankPlan:
@@ -193,11 +217,10 @@ class PlanCompiler:
         )
         wave = self._wave[mine]
         waves = tuple(np.flatnonzero(wave == w) for w in range(int(wave.max(initial=-1)) + 1))
-        q_in, kv_in = (runs[runs[:, 0] == rank][:, 1:] for runs in (self._q_runs, self._kv_runs))
-        q_out, kv_out = (
-            runs[(runs[:, 1] == rank) & (runs[:, 0] != rank)][:, [0, 2, 3, 4]]
-            for runs in (self._q_runs, self._kv_runs)
-        )
+        q_arrives, kv_arrives = (runs[:, 0] == rank for runs in (self._q_runs, self._kv_runs))
+        q_leaves, kv_leaves = ((runs[:, 1] == rank) & (runs[:, 0] != rank) for runs in (self._q_runs, self._kv_runs))
+        q_in, kv_in = self._q_runs[q_arrives][:, 1:], self._kv_runs[kv_arrives][:, 1:]
+        direct, relayed = self._kv_source < 0, self.relayed()
         return RankPlan(
             rank=rank,
             home_rows=int(self._home_rows[rank]),
@@ -208,8 +231,12 @@ class PlanCompiler:
             work_kv_rows=int(kv_in[:, ROWS].sum()),
             q_in=q_in,
             kv_in=kv_in,
-            q_out=q_out,
-            kv_out=kv_out,
+            q_out=self._q_runs[q_leaves][:, [0, 2, 3, 4]],
+            kv_out=self._kv_runs[kv_leaves][:, [0, 2, 3, 4]],
+            kv_in_direct=direct[kv_arrives],
+            kv_out_direct=direct[kv_leaves],
+            relay_in=relayed[relayed[:, 0] == rank][:, [1, 3, 4, 5]],
+            relay_out=relayed[relayed[:, 1] == rank][:, [0, 3, 4, 5]],
         )
 
 

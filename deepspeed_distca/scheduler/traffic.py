@@ -10,6 +10,7 @@ import numpy as np
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import Phase
 from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import (
     K_START,
     PIECE_DOCUMENT,
@@ -26,18 +27,23 @@ from deepspeed_distca.scheduler.tasks import (
 
 
 class Traffic(NamedTuple):
-    """Rows between ranks in one phase, int64 [num_ranks, num_ranks], first index the home, second the server.
+    """Rows between ranks in one phase, int64 [num_ranks, num_ranks].
 
-    The diagonal is 0: what stays at home is no traffic. A (document, server) pair receives each key/value row once.
+    The diagonals are 0: what stays at home is no traffic. A (document, server) pair receives each key/value row once.
+
+    Attributes:
+        q_rows, kv_rows: by home and server.
+        dispatched_kv_rows: by who sends them, a home or a relay, and server.
     """
 
     q_rows: np.ndarray
     kv_rows: np.ndarray
+    dispatched_kv_rows: np.ndarray
 
     def dispatch_bytes(self, heads: Heads, phase: Phase = "forward") -> np.ndarray:
         """[sender, receiver] bytes on the way out: q, k, v; in backward dout, lse and delta as well."""
         q = heads.q_bytes if phase == "forward" else heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes
-        return self.q_rows * q + self.kv_rows * heads.kv_bytes
+        return self.q_rows * q + self.dispatched_kv_rows * heads.kv_bytes
 
     def return_bytes(self, heads: Heads, phase: Phase = "forward") -> np.ndarray:
         """[sender, receiver] bytes on the way back, from servers to homes: out and lse; in backward dq, dk, dv."""
@@ -52,7 +58,11 @@ def traffic(layout: Layout, tasks: Tasks | np.ndarray) -> Traffic:
     q, kv = rows_between(home_pieces(layout), rows, layout.num_ranks)
     np.fill_diagonal(q, 0)
     np.fill_diagonal(kv, 0)
-    return Traffic(q, kv)
+    dispatched = kv.copy()
+    server, relay, home, _, _, moved = PlanCompiler(layout, rows).relayed().T
+    np.add.at(dispatched, (relay, server), moved)
+    np.add.at(dispatched, (home, server), -moved)
+    return Traffic(q, kv, dispatched)
 
 
 def rows_between(pieces: np.ndarray, rows: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.tasks import home_tasks
 from tests.distributed.random_plans import random_layout, random_tasks
 
@@ -43,13 +44,14 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
     """The largest relative error of out, lse, dq, dk, dv over the cases, on this rank; and as "…_ratio" the largest
-    quotient of that error and the error that the same kernel makes in the same dtype on each document alone."""
+    quotient of that error and the error that the same kernel makes in the same dtype on each document alone. And as
+    "relayed" how many runs of keys reached some server by way of another."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange = PeerToPeerExchange(dist.group.WORLD)
     kernel = make_kernel("reference")
     names = ("out", "lse", "dq", "dk", "dv")
-    worst = dict.fromkeys((*names, *(f"{name}_ratio" for name in names)), 0.0)
+    worst = dict.fromkeys((*names, *(f"{name}_ratio" for name in names), "relayed"), 0.0)
     for case in range(cases):
         rng = np.random.default_rng((seed, case))
         spec = AttentionSpec(
@@ -63,7 +65,9 @@ def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
         plans = []
         for _ in range(2):  # forward and backward follow different plans
             tasks = random_tasks(rng, layout, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9])))
-            plans.append(ServerPlan(PlanCompiler(layout, tasks).rank(rank), lambda t: t.q_len * t.k_len))
+            compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
+            worst["relayed"] += len(compiler.relayed())
+            plans.append(ServerPlan(compiler.rank(rank), lambda t: t.q_len * t.k_len))
         plan = LayerPlan(*plans, exchange, local_first=bool(rng.random() < 0.5))
         _one(layout, plan, spec, kernel, rank, (q_heads, kv_heads, dim, v_dim), rng, worst, getattr(torch, dtype))
     dist.barrier()

@@ -15,6 +15,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 def test_random_plans_are_exact_in_fp32(world: int) -> None:
     for worst in run_ranks(WORKER, world, seed=world, cases=60):
         assert max(worst[name] for name in NAMES) < 1e-5, worst
+        assert (worst["relayed"] > 0) == (world > 2), worst
 
 
 @pytest.mark.parametrize("seed", [7, 8])

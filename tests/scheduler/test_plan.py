@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.plan import HOME_ROW, PEER, ROWS, WORK_ROW, PlanCompiler, RankPlan
+from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.tasks import home_tasks
 from tests.distributed.random_plans import random_layout, random_tasks
 
@@ -21,7 +22,7 @@ def compiled(seed: int, world: int, window: int | None) -> tuple[Layout, np.ndar
     rng = np.random.default_rng(seed)
     layout = random_layout(rng, world, documents=int(rng.integers(1, 8)), longest=int(rng.integers(1, 60)))
     tasks = random_tasks(rng, layout, window, stay=float(rng.choice([0.0, 0.5, 1.0])))
-    compiler = PlanCompiler(layout, tasks)
+    compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
     return layout, tasks, [compiler.rank(r) for r in range(world)]
 
 
@@ -74,9 +75,55 @@ def test_senders_and_receivers_list_the_same_runs_in_the_same_order(case: tuple)
         for server, receiver in enumerate(plans):
             if home == server:
                 continue
-            for out, into in ((sender.q_out, receiver.q_in), (sender.kv_out, receiver.kv_in)):
+            direct = (sender.kv_out[sender.kv_out_direct], receiver.kv_in[receiver.kv_in_direct])
+            back = (sender.kv_out, receiver.kv_in)
+            for out, into in ((sender.q_out, receiver.q_in), direct, back, (sender.relay_out, receiver.relay_in)):
                 sent, received = out[out[:, PEER] == server][:, 1:], into[into[:, PEER] == home][:, 1:]
                 assert np.array_equal(sent, received)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(3, 6), st.sampled_from([None, 3, 40]))
+def test_relayed_rows_are_the_rows_of_the_home(seed: int, world: int, window: int | None) -> None:
+    layout, _, plans = compiled(seed, world, window)
+    keys = [workspace(layout, plan, "kv") for plan in plans]
+    for server, plan in enumerate(plans):
+        own = plan.kv_in[:, PEER] == server
+        assert plan.kv_in_direct[own].all()
+        # Every run that its home does not send comes from a relay, and nothing else does.
+        missing = plan.kv_in[~plan.kv_in_direct]
+        assert sorted(plan.relay_in[:, [WORK_ROW, ROWS]].tolist()) == sorted(missing[:, [WORK_ROW, ROWS]].tolist())
+        for relay, row, target, rows in plan.relay_in.tolist():
+            assert relay != server
+            assert np.array_equal(keys[relay][row : row + rows], keys[server][target : target + rows])
+            # The relay has them from their home, in the first round.
+            first = plans[relay].kv_in[plans[relay].kv_in_direct & (plans[relay].kv_in[:, PEER] != relay)]
+            assert any(w <= row and row + rows <= w + n for _, _, w, n in first.tolist())
+
+
+def test_a_document_for_many_servers_is_relayed() -> None:
+    # Rank 0 stores 1600 rows of which each of 15 others computes 100.
+    layout = Layout.from_lengths([[1600]] + [[10]] * 15)
+    tasks = np.array([[0, 100 * s, 100 * s + 100, 0, s] for s in range(16)] + [[s, 0, 10, 0, s] for s in range(1, 16)])
+    plain = PlanCompiler(layout, tasks)
+    assert not len(plain.relayed())
+    heads = Heads(query=1, key_value=1, head_dim=64)  # q row 128 bytes, k and v 256, out 128, lse 4
+    relayed = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=0))
+    before, after = (c.bytes_sent(heads, "forward") for c in (plain, relayed))
+    assert before.sum() == after.sum() and before[0] == sum(range(200, 1601, 100)) * 256 + 1500 * 128
+    # The home sends the 3 largest prefixes, all their sums beyond that were relayed by them in turn.
+    assert after[0] == (1600 + 1500 + 1400) * 256 + 1500 * 128
+    assert after[1:].max() < after[0]
+    assert (after[1:13] == before[1:13]).all()
+
+
+def test_relays_wait_for_enough_rows() -> None:
+    layout = Layout.from_lengths([[1600]] + [[10]] * 15)
+    tasks = np.array([[0, 100 * s, 100 * s + 100, 0, s] for s in range(16)] + [[s, 0, 10, 0, s] for s in range(1, 16)])
+    total = sum(range(200, 1601, 100))
+    assert len(PlanCompiler(layout, tasks, RelayRule(total, 4)).relayed())
+    assert not len(PlanCompiler(layout, tasks, RelayRule(total + 1, 4)).relayed())
+    assert not len(PlanCompiler(layout, tasks, RelayRule(total, 16)).relayed())
 
 
 @settings(max_examples=150, deadline=None)

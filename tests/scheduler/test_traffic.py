@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler import Heads, balance, home_tasks
+from deepspeed_distca.scheduler import CostModel, Heads, balance, home_tasks
 from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.traffic import homes_of, traffic
@@ -42,6 +42,20 @@ def test_bytes_are_those_of_the_compiled_plan(layout, cost, window):
     counted = traffic(layout, tasks)
     sent = counted.dispatch_bytes(heads, phase).sum(axis=1) + counted.return_bytes(heads, phase).sum(axis=1)
     assert np.array_equal(sent, PlanCompiler(layout, tasks.rows).bytes_sent(heads, phase))
+
+
+def test_bytes_of_a_plan_with_relays():
+    layout = Layout.from_lengths([[131072], *[[1024] * 16] * 15])
+    heads = Heads(4, 1, 128)
+    tasks = balance(layout, CostModel.area(heads))
+    compiler, counted = PlanCompiler(layout, tasks.rows), traffic(layout, tasks)
+    assert len(compiler.relayed())
+    assert counted.dispatched_kv_rows.sum() == counted.kv_rows.sum()
+    assert (counted.dispatched_kv_rows.sum(axis=0) == counted.kv_rows.sum(axis=0)).all()
+    assert counted.dispatched_kv_rows[0].sum() < counted.kv_rows[0].sum() / 2
+    for phase in ("forward", "backward"):
+        sent = counted.dispatch_bytes(heads, phase).sum(axis=1) + counted.return_bytes(heads, phase).sum(axis=1)
+        assert np.array_equal(sent, compiler.bytes_sent(heads, phase))
 
 
 def test_bytes_by_hand():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on every GPU of test_core_attention_gpu.py: core attention over two GPUs in bf16, against fp32 and against the
+"""Runs on every GPU of test_core_attention_gpu.py: core attention over GPUs in bf16, against fp32 and against the
 same kernel on whole documents."""
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.tasks import home_tasks
 from tests.distributed.random_plans import random_layout, random_tasks
 
@@ -40,10 +41,9 @@ def check(seed: int = 0, kernel: str | None = None) -> list[dict]:
         kernel, device=device, dtype=torch.bfloat16, q_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=DIM
     )
     rng = np.random.default_rng(seed)
-    long_short = Layout.from_lengths([[8192], [1024] * 8])
-    spanning = Layout.from_ranks(
-        [[Segment(0, 0, 1500), Segment(1, 0, 333)], [Segment(0, 1500, 2600), Segment(2, 0, 1), Segment(3, 0, 7)]]
-    )
+    long_short = Layout.from_lengths([[8192], *[[1024] * 8] * (world - 1)])
+    two = [[Segment(0, 0, 1500), Segment(1, 0, 333)], [Segment(0, 1500, 2600), Segment(2, 0, 1), Segment(3, 0, 7)]]
+    spanning = Layout.from_ranks([*two, *[[]] * (world - 2)])
     cases = [
         ("balanced", long_short, None, None),
         ("spanning", spanning, None, None),
@@ -53,17 +53,21 @@ def check(seed: int = 0, kernel: str | None = None) -> list[dict]:
     results = []
     for name, layout, window, random in cases:
         spec = AttentionSpec(DIM**-0.5, window)
-        plans = []
+        plans, relayed = [], 0
         for phase in ("forward", "backward"):
             if random is None:
                 tasks = balance(layout, CostModel.area(Heads(Q_HEADS, KV_HEADS, DIM)), phase=phase, window=window).rows
             else:
                 tasks = random_tasks(random, layout, window)
-            plans.append(ServerPlan(PlanCompiler(layout, tasks).rank(rank), lambda t: t.q_len * t.k_len))
+            compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=0))
+            relayed += len(compiler.relayed())
+            plans.append(ServerPlan(compiler.rank(rank), lambda t: t.q_len * t.k_len))
         for local_first in (False, True):
             plan = LayerPlan(*plans, exchange, local_first)
             errors = _case(layout, plan, spec, chosen, rank, device, seed)
-            results.append({"case": f"{name}, local_first {local_first}", "kernel": chosen.name, **errors})
+            results.append(
+                {"case": f"{name}, local_first {local_first}", "kernel": chosen.name, "relayed": relayed, **errors}
+            )
     dist.barrier()
     torch.cuda.synchronize()
     return results

@@ -177,6 +177,56 @@ def test_single_documents_around_the_block_sizes(length):
     check_case([(length, length)], AttentionSpec(scale=0.3), heads=(2, 1), dims=(8, 8), seed=length)
 
 
+@pytest.mark.parametrize("window", [None, 40, 3000])
+def test_the_large_blocks_of_other_devices(window, monkeypatch):
+    monkeypatch.setattr(reference_module, "blocking", lambda device: reference_module.DEVICE_BLOCKING)
+    rng = np.random.default_rng(17)
+    # More queries than a block, more keys than a chunk.
+    pairs = [(4200, 4300), (60, 9000), (129, 650), *ragged(rng, 20, 100)]
+    check_case(pairs, AttentionSpec(scale=0.25, window=window), heads=(1, 1), dims=(8, 8), seed=17)
+    check_case([(300, 9000), (200, 200)], AttentionSpec(scale=0.3, window=window), heads=(6, 2), seed=18)
+
+
+def test_large_blocks_take_few_steps_and_bounded_memory():
+    device = reference_module.DEVICE_BLOCKING
+    tokens, heads = 131_072, 2
+    task = reference_module._Single(0, tokens, 0, tokens, None)
+    blocks = list(task.query_blocks(device.query_rows(None)))
+    chunks = [(b.rows, end - start) for b in blocks for start, end in b.chunks(heads * b.rows, device)]
+    assert len(chunks) == 272
+    assert max(heads * rows * keys for rows, keys in chunks) <= device.scores
+    # A narrow window is not drowned in masked scores.
+    assert device.query_rows(64) == 128 and device.query_rows(1000) == 1000 and device.query_rows(10**6) == 4096
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("through", ["older switches", "fp32_precision"])
+def test_products_are_exact_whatever_pytorch_is_set_to(device, through):
+    matmul = torch.backends.mkldnn.matmul if device == "cpu" else torch.backends.cuda.matmul
+    everything = [torch.backends.mkldnn.matmul, torch.backends.cuda.matmul]
+    untouched = [m.fp32_precision for m in everything]
+    try:
+        if through == "older switches":
+            torch.set_float32_matmul_precision("medium")
+        else:
+            matmul.fp32_precision = "tf32"
+        given = matmul.fp32_precision
+        assert given in ("tf32", "bf16")
+        with pytest.raises(ZeroDivisionError), reference_module._exact_products(torch.device(device)):
+            assert matmul.fp32_precision == "ieee"
+            torch.get_float32_matmul_precision()  # raises where the two ways of setting it are at odds
+            raise ZeroDivisionError
+        assert matmul.fp32_precision == given
+        if through == "older switches":
+            assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for m, precision in zip(everything, untouched, strict=True):
+            m.fp32_precision = precision
+    with reference_module._exact_products(torch.device(device)):
+        assert [m.fp32_precision for m in everything] == untouched
+
+
 def test_chunked_keys_with_large_scores():
     """Scores of several hundred: the running maximum has to carry the sum across chunks."""
     check_case([(300, 2000)], AttentionSpec(scale=30.0), heads=(2, 2), dims=(16, 16), seed=9, tolerance=3e-4)
@@ -286,7 +336,7 @@ def test_score_blocks_are_bounded_for_many_heads_and_many_short_tasks(heads):
     tasks = TaskBatch(starts, lengths, starts, lengths, count * length, count * length)
     groups = reference_module._groups(tasks, torch.device("cpu"), heads, None)
     assert sum(g.count for g in groups) == count
-    assert all(g.count * heads * g.q_size * g.k_size <= reference_module.SCORE_ELEMENTS for g in groups)
+    assert all(g.count * heads * g.q_size * g.k_size <= reference_module.CPU_BLOCKING.scores for g in groups)
 
 
 def test_refusals():

@@ -4,12 +4,15 @@ other kernel is tested against.
 
 Queries are taken in blocks, keys in chunks with an online softmax; key/value heads are never repeated (the query
 heads of one group are stacked as rows of one matrix product). Short tasks of similar length share one batched
-product, since on a CPU a document of a few tokens costs its calls, not its arithmetic.
+product, since on a CPU a document of a few tokens costs its calls, not its arithmetic. Blocks are small on a CPU, for
+its caches, and large on other devices, where every operation costs a launch. Products are never taken in TF32 or bf16,
+whatever PyTorch is set to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,15 +21,43 @@ import torch
 from deepspeed_distca.attention_server.kernels.api import check_backward, check_forward, check_heads, check_spec
 from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
 
-QUERY_BLOCK = 128
-KEY_CHUNK = 512
 # Tasks of at most this many keys are batched with others of their size.
 SMALL_TASK = 128
-# Scores held at once, in elements: bounds the memory of a block whatever the number of heads or of batched tasks.
-SCORE_ELEMENTS = 1 << 21
 # A masked score. Finite, so that a row whose first chunk is masked altogether needs no special case: what it adds to
 # the running sum is multiplied by exp(MASKED - max) = 0 as soon as a visible key comes, and each query sees its own.
 MASKED = -1e30
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """How much is computed at a time.
+
+    Attributes:
+        queries: rows of a query block.
+        keys: rows of a key chunk, at most.
+        scores: elements of the score buffer, at most: bounds the memory whatever the number of heads or of batched
+            tasks. Forward holds one such buffer, backward two (three with a softcap).
+    """
+
+    queries: int
+    keys: int
+    scores: int
+
+    def query_rows(self, window: int | None) -> int:
+        """Rows of a query block. With a window much shorter than the block nearly all scores would be masked ones."""
+        if window is None:
+            return self.queries
+        return min(self.queries, max(CPU_BLOCKING.queries, window))
+
+
+CPU_BLOCKING = Blocking(queries=128, keys=512, scores=1 << 21)
+# 128K tokens of 2 heads take 272 steps instead of 131 thousand; 256 MiB of fp32 scores.
+DEVICE_BLOCKING = Blocking(queries=4096, keys=8192, scores=1 << 26)
+
+
+def blocking(device: torch.device) -> Blocking:
+    """The one for tensors on that device."""
+    return CPU_BLOCKING if device.type == "cpu" else DEVICE_BLOCKING
 
 
 class ReferenceKernel:
@@ -74,13 +105,15 @@ class ReferenceKernel:
         if lse is None:
             lse = q.new_empty((q.shape[1], len(q)), dtype=math)
         scratch = _Scratch(q.device, math)
-        for group in _groups(tasks, q.device, q.shape[1], spec.window):
-            keys, values = group.key_rows(k, math), group.key_rows(v, math)
-            for block in group.query_blocks(QUERY_BLOCK):
-                queries = block.query_rows(q, k.shape[1], math)
-                o, row_lse = _forward_block(queries, keys, values, block, spec, scratch)
-                block.write_queries(out, o)
-                block.write_row_scalars(lse, row_lse)
+        rows = scratch.blocking.query_rows(spec.window)
+        with _exact_products(q.device):
+            for group in _groups(tasks, q.device, q.shape[1], spec.window):
+                keys, values = group.key_rows(k, math), group.key_rows(v, math)
+                for block in group.query_blocks(rows):
+                    queries = block.query_rows(q, k.shape[1], math)
+                    o, row_lse = _forward_block(queries, keys, values, block, spec, scratch)
+                    block.write_queries(out, o)
+                    block.write_row_scalars(lse, row_lse)
         return out, lse
 
     @torch.no_grad()
@@ -104,32 +137,60 @@ class ReferenceKernel:
         check_backward(self.name, dout, q, k, v, lse, tasks, out, delta, dq, dk, dv, self.grad_dtype(q.dtype))
         kv_heads = k.shape[1]
         scratch = _Scratch(q.device, math)
-        for group in _groups(tasks, q.device, q.shape[1], spec.window):
-            keys, values = group.key_rows(k, math), group.key_rows(v, math)
-            dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
-            for block in group.query_blocks(QUERY_BLOCK):
-                queries, douts = (block.query_rows(t, kv_heads, math) for t in (q, dout))
-                row_lse = block.row_scalars(lse, kv_heads, math)
-                if delta is not None:
-                    row_delta = block.row_scalars(delta, kv_heads, math)
-                else:
-                    row_delta = (douts * block.query_rows(out, kv_heads, math)).sum(-1)
-                dqueries = _backward_block(
-                    douts, queries, keys, values, row_lse, row_delta, block, spec, scratch, dkeys, dvalues
-                )
-                block.write_queries(dq, dqueries)
-            group.write_keys(dk, dkeys)
-            group.write_keys(dv, dvalues)
+        rows = scratch.blocking.query_rows(spec.window)
+        with _exact_products(q.device):
+            for group in _groups(tasks, q.device, q.shape[1], spec.window):
+                keys, values = group.key_rows(k, math), group.key_rows(v, math)
+                dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
+                for block in group.query_blocks(rows):
+                    queries, douts = (block.query_rows(t, kv_heads, math) for t in (q, dout))
+                    row_lse = block.row_scalars(lse, kv_heads, math)
+                    if delta is not None:
+                        row_delta = block.row_scalars(delta, kv_heads, math)
+                    else:
+                        row_delta = (douts * block.query_rows(out, kv_heads, math)).sum(-1)
+                    dqueries = _backward_block(
+                        douts, queries, keys, values, row_lse, row_delta, block, spec, scratch, dkeys, dvalues
+                    )
+                    block.write_queries(dq, dqueries)
+                group.write_keys(dk, dkeys)
+                group.write_keys(dv, dvalues)
 
 
 def _math_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@contextmanager
+def _exact_products(device: torch.device) -> Iterator[None]:
+    """fp32 products in fp32: PyTorch may be set to take them in TF32, or on a CPU in bf16."""
+    matmul = torch.backends.mkldnn.matmul if device.type == "cpu" else torch.backends.cuda.matmul
+    given = matmul.fp32_precision
+    if given not in ("tf32", "bf16"):
+        yield
+        return
+    try:
+        everywhere = torch.get_float32_matmul_precision()
+    except RuntimeError:  # PyTorch's way of saying that it was set through fp32_precision, not by the older switches
+        everywhere = None
+    if everywhere in (None, "highest"):
+        matmul.fp32_precision = "ieee"
+    else:
+        torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if everywhere in (None, "highest"):
+            matmul.fp32_precision = given
+        else:
+            torch.set_float32_matmul_precision(everywhere)
+
+
 class _Scratch:
     """Buffers that live for one call: a fresh score buffer for every chunk would cost more in page faults."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.blocking = blocking(device)
         self._device, self._dtype = device, dtype
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -174,12 +235,12 @@ class _Block:
     def write_row_scalars(self, x: torch.Tensor, value: torch.Tensor) -> None:
         x[:, self.start : self.start + self.rows].copy_(value.reshape(-1, self.rows))
 
-    def chunks(self, score_rows: int) -> Iterator[tuple[int, int]]:
+    def chunks(self, score_rows: int, blocking: Blocking) -> Iterator[tuple[int, int]]:
         """Key ranges that some query of the block sees, in chunks."""
         first = self.first + self.task.shift
         low = 0 if self.task.window is None else max(0, first - self.task.window + 1)
         high = first + self.rows
-        size = max(1, min(KEY_CHUNK, SCORE_ELEMENTS // score_rows))
+        size = max(1, min(blocking.keys, blocking.scores // score_rows))
         for start in range(low, high, size):
             yield start, min(high, start + size)
 
@@ -304,7 +365,7 @@ class _Batched:
         rows = value.unflatten(0, (self.count, -1)).transpose(1, 2).flatten(0, 1)
         x.index_copy_(0, self.k_index[self.k_valid], rows[self.k_valid].to(x.dtype))
 
-    def chunks(self, score_rows: int) -> Iterator[tuple[int, int]]:
+    def chunks(self, score_rows: int, blocking: Blocking) -> Iterator[tuple[int, int]]:
         yield 0, self.k_size
 
     def mask(self, scores: torch.Tensor, start: int, end: int) -> None:
@@ -326,7 +387,7 @@ def _groups(tasks: TaskBatch, device: torch.device, q_heads: int, window: int | 
         sizes = np.stack([_bucket(tasks.k_len[members]), _bucket(tasks.q_len[members])])
         for size in np.unique(sizes, axis=1).T:
             same = members[(sizes == size[:, None]).all(0)]
-            most = max(1, SCORE_ELEMENTS // (q_heads * int(size.prod())))
+            most = max(1, blocking(device).scores // (q_heads * int(size.prod())))
             groups += [_Batched.of(tasks, same[i : i + most], window, device) for i in range(0, len(same), most)]
         cache[key] = groups
     return cache[key]
@@ -371,7 +432,7 @@ def _forward_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, M, Dv] and lse [B, M] of one query block."""
     top = total = acc = None
-    for start, end in block.chunks(queries.shape[0] * queries.shape[1]):
+    for start, end in block.chunks(queries.shape[0] * queries.shape[1], scratch.blocking):
         scores = _scores(queries, keys, block, start, end, spec, scratch)
         chunk_top = scores.amax(-1, keepdim=True)
         if acc is None:
@@ -405,7 +466,7 @@ def _backward_block(
     """dq [B, M, D] of one query block; adds to dkeys and dvalues."""
     dqueries = torch.zeros_like(queries)
     lse, delta = lse[..., None], delta[..., None]
-    for start, end in block.chunks(queries.shape[0] * queries.shape[1]):
+    for start, end in block.chunks(queries.shape[0] * queries.shape[1], scratch.blocking):
         scores = _scores(queries, keys, block, start, end, spec, scratch)
         slope = None
         if spec.softcap is not None:

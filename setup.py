@@ -19,6 +19,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["deepspeed_distca", "deepspeed_distca.*"]),
+    package_data={"deepspeed_distca.scheduler": ["shipped/*.json"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",

@@ -36,6 +36,7 @@ class Command(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line, or `argv` in its place, and returns the exit status."""
     parser = _Parser(prog="ds_distca", description="Tools for core attention disaggregation.")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher `deepspeed`
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, command in COMMANDS.items():
         command.add_arguments(subparsers.add_parser(name, help=command.help, description=command.help))
@@ -217,8 +218,55 @@ def _print_plan(report: dict[str, Any]) -> None:
     )
 
 
+# -- profile ----------------------------------------------------------------------------------------------------------
+
+
+def _profile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", type=int, default=32, help="query heads (32)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads (8)")
+    parser.add_argument("--head-dim", type=int, default=128, help="elements of a query and key head (128)")
+    parser.add_argument("--value-dim", type=int, help="elements of a value head (as --head-dim)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument("--kernel", help="name of an attention kernel (the best that is installed and fits)")
+    parser.add_argument("--windows", metavar="W,W,...", help="windows to measure beside full causal attention (none)")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu (a GPU where there is one)")
+    parser.add_argument("--budget-seconds", type=_positive, help="time for measuring the kernel (30; --quick: 5)")
+    parser.add_argument("--tokens", type=_positive_int, help="the longest document measured (as the budget allows)")
+    parser.add_argument("--quick", action="store_true", help="shorter documents, less exact")
+    parser.add_argument("--save", metavar="FILE", help="store it there in place of the user's cache")
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from deepspeed_distca.profiling.command import ProfileUsageError, profile
+
+    try:
+        return profile(arguments)
+    except ProfileUsageError as error:
+        raise UsageError(str(error)) from error
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return value
+
+
 COMMANDS: dict[str, Command] = {
     "plan": Command("Balance the core attention of a layout.", _plan_arguments, _plan),
+    "profile": Command(
+        "Measure the attention kernel of this device, and under torchrun the exchange between ranks, for the cost "
+        "model of training.",
+        _profile_arguments,
+        _profile,
+    ),
 }
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ flash-attn-4 on an H200 (see ``CostModel.fitted``); a measured profile can repla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -84,6 +84,11 @@ class PhaseCost:
         return PhaseCost(**values)
 
 
+def _work(heads: Heads) -> int:
+    """What a query-key pair costs, up to a factor: elements of a query head and of a value head, over all heads."""
+    return heads.query * (heads.head_dim + (heads.value_dim or heads.head_dim))
+
+
 # Least absolute relative error over the 14 shapes of DESIGN.md's table (H200, bf16, flash-attn-4, 32/8 heads,
 # head_dim 128), with non-negative coefficients. Forward: median error 3.5 %, largest 10 %. Backward: median 1.4 %,
 # largest 13 %. Rounding areas up to tiles, or a constant for each call, fits no better; the key rows' 21 ns carry the
@@ -121,12 +126,18 @@ class CostModel:
 
     @classmethod
     def fitted(cls, heads: Heads | None = None) -> CostModel:
-        """The H200 fit, scaled to `heads` by query heads times head dim: kernels work through every query head's
-        pairs, and in backward through every query head's key blocks."""
-        heads = heads or Heads()
-        size = heads.query * (heads.head_dim + (heads.value_dim or heads.head_dim))
-        reference = _REFERENCE_HEADS.query * 2 * _REFERENCE_HEADS.head_dim
-        return cls(heads, _H200_FORWARD.scaled(size, reference), _H200_BACKWARD.scaled(size, reference))
+        """The H200 fit, for other heads than its own by :meth:`for_heads`."""
+        return cls(_REFERENCE_HEADS).for_heads(heads or Heads())
+
+    def for_heads(self, heads: Heads) -> CostModel:
+        """This model scaled to other heads by query heads times head dim: kernels work through every query head's
+        pairs, and in backward through every query head's key blocks. What is not a task's cost stays."""
+        if heads == self.heads:
+            return self
+        size, own = _work(heads), _work(self.heads)
+        return replace(
+            self, heads=heads, forward=self.forward.scaled(size, own), backward=self.backward.scaled(size, own)
+        )
 
     @classmethod
     def area(cls, heads: Heads | None = None) -> CostModel:
@@ -173,6 +184,17 @@ class CostModel:
         """Predicted seconds of one exchange in which a rank sends and receives so many bytes at once."""
         size = np.maximum(np.asarray(sent, dtype=np.int64), np.asarray(received, dtype=np.int64))
         return np.where(size > 0, self.latency / UNITS_PER_SECOND + size / self.bytes_per_second, 0.0)
+
+    @property
+    def terms(self) -> tuple[int, ...]:
+        """Every integer but the heads, for :meth:`from_terms`: what ranks tell each other."""
+        phases = (value for phase in (self.forward, self.backward) for value in asdict(phase).values())
+        return (*phases, self.launch, self.bytes_per_second, self.latency)
+
+    @classmethod
+    def from_terms(cls, heads: Heads, terms: Sequence[int]) -> CostModel:
+        """The model whose :attr:`terms` these are."""
+        return cls(heads, PhaseCost(*terms[:4]), PhaseCost(*terms[4:8]), *terms[8:])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

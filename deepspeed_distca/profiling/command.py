@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``ds_distca profile``: its options, the measuring, and where the result goes."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_distca.attention_server.exchange import PeerToPeerExchange, exchange_group
+from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
+from deepspeed_distca.attention_server.kernels.libraries import distribution_version
+from deepspeed_distca.attention_server.setting import DTYPES, setting_of
+from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.profiling.link import measure_link, sizes_for
+from deepspeed_distca.profiling.measure import KernelBench, Measured, limits_for, limits_of, measure
+from deepspeed_distca.profiling.report import print_result
+from deepspeed_distca.profiling.result import Link, Result, build
+from deepspeed_distca.profiling.shapes import Limits, fitting_shapes, held_out_shapes, smallest_shape
+from deepspeed_distca.scheduler.cost_model import PHASES
+from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.profiles import cache_folder, file_name
+
+_DISTRIBUTIONS = {"flash_attn_4": "flash-attn-4", "flash_attn_3": "flash_attn_3", "flash_attn_2": "flash-attn"}
+_TIMEOUT = datetime.timedelta(seconds=120)
+_QUICK_BUDGET = 5.0
+
+
+class ProfileUsageError(ValueError):
+    """Options that cannot be used; the message says what was given and what is allowed."""
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """Measures, prints and stores. Under a launcher all ranks measure the exchange, rank 0 alone the kernel.
+
+    Raises:
+        ProfileUsageError: options, a device or a kernel that cannot be used.
+    """
+    heads = _heads(arguments)
+    windows = _windows(arguments.windows)
+    ranks, local_rank = _launched()
+    device = _device(arguments.device, local_rank)
+    dtype = DTYPES[arguments.dtype]
+    budget = arguments.budget_seconds or (_QUICK_BUDGET if arguments.quick else 30.0)
+    path = _destination(arguments.save)
+    kernel = _kernel(arguments.kernel, heads, dtype, device, windows)
+    link = None
+    if ranks > 1:
+        link = _measure_link(device, arguments.quick)
+        if int(os.environ["RANK"]) != 0:
+            return 0
+    torch.manual_seed(0)
+    try:
+        if arguments.tokens:
+            limits = limits_of(arguments.tokens, 128 if device.type == "cuda" else 16, heads)
+        else:
+            limits = limits_for(kernel, heads, dtype, device, windows, budget, arguments.quick)
+        result = _profile_kernel(kernel, heads, dtype, device, limits, windows, budget, link)
+    except ValueError as error:  # KernelError among them
+        raise ProfileUsageError(str(error)) from error
+
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    print_result(result, console)
+    name = path or _cached_as(result)
+    try:
+        result.profile.save(name)
+    except OSError as error:
+        raise ProfileUsageError(f"{name}: {error.strerror or error}; name another file with --save") from error
+    console.print(f"stored in {name}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _profile_kernel(
+    kernel: Kernel,
+    heads: Heads,
+    dtype: torch.dtype,
+    device: torch.device,
+    limits: Limits,
+    windows: list[int | None],
+    budget: float,
+    link: Link | None,
+) -> Result:
+    fitting = [shape for window in windows for shape in fitting_shapes(limits, window)]
+    unseen = [shape for window in windows for shape in held_out_shapes(limits, window)]
+    print(
+        f"measuring {len(fitting) + len(unseen)} batches of up to {limits.longest} queries and {limits.key_rows} keys",
+        file=sys.stderr,
+        flush=True,
+    )
+    bench = KernelBench(kernel, heads, dtype, device, limits)
+    everything = measure(bench, [*fitting, *unseen, smallest_shape(limits)], budget)
+
+    def part(which: slice) -> Measured:
+        seconds = {phase: everything.seconds[phase][which] for phase in PHASES}
+        return Measured(everything.shapes[which], seconds, everything.rounds)
+
+    n = len(fitting)
+    smallest = {phase: everything.seconds[phase][-1] for phase in PHASES}
+    return build(
+        setting_of(device, dtype, kernel.name), heads, part(slice(n)), part(slice(n, -1)), smallest, link,
+        _about(kernel, windows),
+    )  # fmt: skip
+
+
+def _measure_link(device: torch.device, quick: bool) -> Link:
+    """Collective over all processes that the launcher started; the process group is gone afterwards."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
+    try:
+        world = dist.get_world_size()
+        exchange = PeerToPeerExchange(exchange_group([list(range(world))], device, _TIMEOUT))
+        sizes, unseen = sizes_for(device, quick)
+        seconds = measure_link(exchange, device, [*sizes, *unseen])
+        return Link(world, sizes, seconds[: len(sizes)], unseen, seconds[len(sizes) :])
+    finally:
+        dist.destroy_process_group()
+
+
+def _about(kernel: Kernel, windows: list[int | None]) -> Mapping[str, Any]:
+    about = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "torch": str(torch.__version__),
+        "command": "ds_distca profile",
+    }
+    distribution = _DISTRIBUTIONS.get(kernel.name)
+    if distribution is not None:
+        about[distribution] = distribution_version(distribution)
+    if len(windows) > 1:
+        about["windows"] = [window for window in windows if window is not None]
+    return about
+
+
+def _cached_as(result: Result) -> Path:
+    folder = cache_folder()
+    if folder is None:
+        raise ProfileUsageError("there is no home folder to store the profile in; name a file with --save")
+    return folder / file_name(result.profile.setting, result.profile.cost.heads)
+
+
+def _destination(save: str | None) -> Path | None:
+    """Checked before anything is measured."""
+    if save is None:
+        return None
+    path = Path(save)
+    if path.is_dir():
+        raise ProfileUsageError(f"--save was given {save!r}, a folder; give the name of a file")
+    return path
+
+
+def _heads(arguments: argparse.Namespace) -> Heads:
+    size = DTYPES[arguments.dtype].itemsize
+    try:
+        return Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.value_dim, size)
+    except ValueError as error:
+        raise ProfileUsageError(str(error)) from error
+
+
+def _windows(text: str | None) -> list[int | None]:
+    """None, full causal attention, and the windows of the option."""
+    if text is None:
+        return [None]
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        sizes = [0]
+    if sizes[0] < 1:
+        raise ProfileUsageError(f"--windows must be integers of 1 or more with commas between them, got {text!r}")
+    return [None, *sizes]
+
+
+def _launched() -> tuple[int, int]:
+    """How many processes a launcher (torchrun, deepspeed) started, and this one's place on its node."""
+    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _device(name: str | None, local_rank: int) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ProfileUsageError(f"--device was given {name!r}; allowed: cuda, cuda:1, ..., cpu") from error
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ProfileUsageError(f"--device was given {name!r}, which this machine does not have; allowed: cuda, cpu")
+    if device.index is None:
+        device = torch.device("cuda", local_rank)
+    if device.index >= torch.cuda.device_count():
+        raise ProfileUsageError(f"--device {device}: there are {torch.cuda.device_count()} devices")
+    torch.cuda.set_device(device)
+    return device
+
+
+def _kernel(
+    name: str | None, heads: Heads, dtype: torch.dtype, device: torch.device, windows: list[int | None]
+) -> Kernel:
+    """The kernel that an engine would select, with every window."""
+    kernel = None
+    try:
+        for window in windows:
+            kernel = select_kernel(
+                name or (kernel.name if kernel else None),
+                device=device,
+                dtype=dtype,
+                q_heads=heads.query,
+                kv_heads=heads.key_value,
+                head_dim=heads.head_dim,
+                v_head_dim=heads.value_dim,
+                spec=AttentionSpec(heads.head_dim**-0.5, window),
+            )
+    except KernelError as error:
+        raise ProfileUsageError(str(error)) from error
+    return kernel

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From measured times to a profile: the fit, and how well it predicts what it was not fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deepspeed_distca.profiling.measure import Measured
+from deepspeed_distca.profiling.shapes import Shape
+from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel
+from deepspeed_distca.scheduler.fit import PredictionError, fit_phase, fit_transfer, predict
+from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.profiles import Profile, Setting
+
+# Calls that take less than so many times the shortest call are its latency more than their own work.
+_ABOVE_LATENCY = 1.5
+_FEWEST_CALLS = 12
+
+
+@dataclass(frozen=True)
+class Link:
+    """A measured exchange.
+
+    Attributes:
+        ranks: how many took part.
+        sizes, seconds: bytes each way and the time of each, to which rate and latency were fitted.
+        held_out_sizes, held_out_seconds: the same of those that they were not fitted to.
+    """
+
+    ranks: int
+    sizes: Sequence[int]
+    seconds: Sequence[float]
+    held_out_sizes: Sequence[int]
+    held_out_seconds: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A call's measured and predicted seconds, by phase."""
+
+    shape: Shape
+    measured: dict[str, float]
+    predicted: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A profile with what it was made of.
+
+    Attributes:
+        fitted, held_out: errors by phase.
+        calls: predictions of the calls held out.
+        link: errors of the exchange's times, held out; None where it was not measured or not to any use.
+    """
+
+    profile: Profile
+    fitted: dict[str, PredictionError]
+    held_out: dict[str, PredictionError]
+    calls: list[Prediction]
+    link: PredictionError | None
+
+
+def build(
+    setting: Setting,
+    heads: Heads,
+    fitting: Measured,
+    held_out: Measured,
+    smallest: Mapping[str, float],
+    link: Link | None,
+    about: Mapping[str, Any],
+) -> Result:
+    """Fits a cost model.
+
+    Args:
+        smallest: seconds of the smallest call in each phase.
+        about: what the profile says of itself, beside the errors.
+
+    Raises:
+        ValueError: times that make no cost model.
+    """
+    phases, fitted, unseen, predicted = {}, {}, {}, {}
+    floors = {phase: round(smallest[phase] * UNITS_PER_SECOND) for phase in PHASES}
+    for phase in PHASES:
+        rows = np.stack([shape.features for shape in fitting.shapes])
+        seconds = np.array(fitting.seconds[phase])
+        own = seconds > _ABOVE_LATENCY * smallest[phase]
+        if own.sum() < _FEWEST_CALLS:
+            own[:] = True
+        cost = phases[phase] = fit_phase(rows[own], seconds[own])
+        fitted[phase] = PredictionError.of(predict(cost, rows, floors[phase]), seconds)
+        rows = np.stack([shape.features for shape in held_out.shapes])
+        predicted[phase] = predict(cost, rows, floors[phase])
+        unseen[phase] = PredictionError.of(predicted[phase], held_out.seconds[phase])
+    rates, exchange = {}, "not measured (start the command by torchrun with 2 ranks or more)"
+    if link is not None:
+        try:
+            rates["bytes_per_second"], rates["latency"] = fit_transfer(link.sizes, link.seconds)
+        except ValueError as error:  # a link that others use too
+            exchange = f"not usable: {error}"
+    # One floor for both phases; the smaller keeps its promise in each.
+    model = CostModel(heads, phases["forward"], phases["backward"], launch=min(floors.values()), **rates)
+    link_error = None
+    if rates:
+        link_error = PredictionError.of(model.transfer_seconds(link.held_out_sizes), link.held_out_seconds)
+        exchange = f"measured over {link.ranks} ranks; error of sizes held out: {link_error}"
+    else:
+        exchange += "; the rate and the latency are the default ones, of two H200s over NVLink"
+    calls = [
+        Prediction(
+            shape,
+            {phase: held_out.seconds[phase][i] for phase in PHASES},
+            {phase: float(predicted[phase][i]) for phase in PHASES},
+        )
+        for i, shape in enumerate(held_out.shapes)
+    ]
+    about = {
+        **about,
+        "rounds": fitting.rounds,
+        "error of calls held out": {phase: str(unseen[phase]) for phase in PHASES},
+        "error of calls fitted": {phase: str(fitted[phase]) for phase in PHASES},
+        "exchange": exchange,
+        "ms of shapes, forward and backward": _rows(fitting),
+        "ms of shapes held out": _rows(held_out),
+    }
+    if link is not None:
+        pairs = zip((*link.sizes, *link.held_out_sizes), (*link.seconds, *link.held_out_seconds), strict=True)
+        about["ms of bytes each way"] = [f"{size}: {seconds * 1e3:.4f}" for size, seconds in sorted(pairs)]
+    return Result(Profile(setting, model, about), fitted, unseen, calls, link_error)
+
+
+def _rows(measured: Measured) -> list[str]:
+    columns = zip(measured.shapes, *(measured.seconds[phase] for phase in PHASES), strict=True)
+    return [f"{s.name}: {forward * 1e3:.4f} {backward * 1e3:.4f}" for s, forward, backward in columns]

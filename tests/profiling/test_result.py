@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From times to a profile: times made of a known cost model give it back, and errors are what was put in."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_distca.profiling.measure import Measured
+from deepspeed_distca.profiling.result import Link, build
+from deepspeed_distca.profiling.shapes import Limits, fitting_shapes, held_out_shapes, smallest_shape
+from deepspeed_distca.scheduler import CostModel, Heads
+from deepspeed_distca.scheduler.cost_model import PHASES
+from deepspeed_distca.scheduler.fit import predict
+from deepspeed_distca.scheduler.profiles import Profile, Setting
+
+LIMITS = Limits(65536, 128, 8 * 65536)
+SETTING = Setting("a card", "sm90", "flash_attn_4", "bf16")
+TRUE = CostModel.fitted(Heads(24, 6, 96))
+FLOOR = {"forward": 15e-6, "backward": 40e-6}
+RATE, LATENCY = 40 * 10**9, 25e-6
+
+
+def times(shapes, factor: float = 1.0) -> Measured:
+    seconds = {
+        phase: [
+            factor * max(FLOOR[phase], float(predict(TRUE.phase(phase), shape.features[None])[0])) for shape in shapes
+        ]
+        for phase in PHASES
+    }
+    return Measured(tuple(shapes), seconds, 5)
+
+
+def result(factor: float = 1.0, link: Link | None = None):
+    smallest = {phase: times([smallest_shape(LIMITS)]).seconds[phase][0] for phase in PHASES}
+    fitting, unseen = times(fitting_shapes(LIMITS)), times(held_out_shapes(LIMITS), factor)
+    return build(SETTING, TRUE.heads, fitting, unseen, smallest, link, {"date": "today"})
+
+
+def link(off: float = 1.0) -> Link:
+    sizes, unseen = [2**16, 2**20, 2**24, 2**28], [3 * 2**16, 3 * 2**22]
+    return Link(
+        4, sizes, [LATENCY + size / RATE for size in sizes], unseen, [off * (LATENCY + size / RATE) for size in unseen]
+    )
+
+
+def test_the_model_behind_the_times_comes_back():
+    made = result(link=link())
+    cost = made.profile.cost
+    assert cost.heads == TRUE.heads and made.profile.setting == SETTING
+    for phase in PHASES:
+        for term in ("pair", "query_row", "key_row", "task"):
+            expected = getattr(TRUE.phase(phase), term)
+            assert getattr(cost.phase(phase), term) == pytest.approx(expected, rel=0.01, abs=1e4), (phase, term)
+        assert made.held_out[phase].worst < 1e-3 and made.fitted[phase].worst < 1e-3
+    assert cost.launch == 15 * 10**9
+    assert cost.bytes_per_second == pytest.approx(RATE, rel=1e-3)
+    assert cost.latency == pytest.approx(LATENCY * 1e15, rel=1e-3)
+    assert made.link.worst < 1e-3
+    assert Profile.from_dict(made.profile.to_dict()) == made.profile
+
+
+def test_errors_are_of_the_calls_held_out():
+    made = result(factor=1.25, link=link(off=2.0))
+    for phase in PHASES:
+        assert made.held_out[phase].median == pytest.approx(0.2, abs=1e-3)
+        assert made.fitted[phase].worst < 1e-3
+        assert all(call.predicted[phase] < call.measured[phase] for call in made.calls)
+    assert made.link.worst == pytest.approx(0.5, abs=1e-3)
+    assert "median 20.0%" in made.profile.about["error of calls held out"]["forward"]
+
+
+def test_an_exchange_that_was_not_measured_keeps_the_defaults_and_says_so():
+    made = result()
+    assert made.link is None and "not measured" in made.profile.about["exchange"]
+    assert made.profile.cost.bytes_per_second == CostModel().bytes_per_second
+
+
+def test_a_link_that_shows_no_rate_does_not_spoil_the_profile():
+    made = result(link=Link(2, [2**16, 2**20, 2**24], [3e-3, 2e-3, 1e-3], [2**18], [1e-3]))
+    assert made.link is None and "not usable" in made.profile.about["exchange"]
+    assert made.profile.cost.bytes_per_second == CostModel().bytes_per_second

@@ -42,8 +42,9 @@ class DistCAConfig(DeepSpeedConfigModel):
     enabled: bool = True
     """ Balance core attention over the data-parallel ranks. False leaves DeepSpeed untouched, as no block does. """
 
-    tolerance: float = Field(0.02, ge=0.0, le=1.0, allow_inf_nan=False)
-    """ The largest load may exceed the mean by this share (0.02 = 2 %) before work is moved, and after. """
+    tolerance: float = Field(0.005, ge=0.0, le=1.0, allow_inf_nan=False)
+    """ The largest load may exceed the mean by this share (0.005 = 0.5 %) before work is moved, and after. Others wait
+    for that share in every layer; what a larger one saves is bytes, a few percent of them on up to 8 servers. """
 
     granularity: int = Field(128, ge=1)
     """ Query rows a cut is rounded to; 128 is the tile of the flash-attention kernels. """
@@ -54,9 +55,23 @@ class DistCAConfig(DeepSpeedConfigModel):
     kernel: Literal["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen", "reference"] | None = None
     """ What computes core attention. Left out: the best that is installed and fits the device and data type. """
 
-    overlap: Literal["none", "local_first"] | None = None
-    """ When rows travel: "none" waits for every exchange, "local_first" hides them under the tasks that stay at home.
-    Left out: "local_first". """
+    overlap: Literal["none", "local_first", "ping_pong"] | None = None
+    """ When rows travel: "none" waits for every exchange, "local_first" hides them under the tasks that stay at home,
+    "ping_pong" runs a micro-batch as two nano-batches and hides one's under the other's layers as well. Left out:
+    "local_first". """
+
+    exchange: Literal["nccl", "peer_copy"] | None = None
+    """ How rows travel between GPUs: "nccl", sends and receives over a process group; "peer_copy", copy engines and
+    memory that the GPUs of a node share, which takes no multiprocessors from attention. Where "peer_copy" cannot be
+    had on every rank, "nccl" is used and a line says why. Left out: "nccl". """
+
+    staging_mib: int = Field(256, ge=1)
+    """ MiB of every GPU's memory that `exchange` "peer_copy" sets aside, divided among the other servers; rows beyond
+    that travel in several goes. """
+
+    cost_model: str | None = Field(None, min_length=1)
+    """ A stored cost model (`ds_distca profile --save FILE`) by which tasks are weighed; rank 0 reads it. Left out:
+    what `ds_distca profile` measured on rank 0's device, else one shipped for the device, else one of an H200. """
 
     servers: int | None = Field(None, ge=1)
     """ Ranks that share their attention work: consecutive data-parallel ranks, a divisor of their number.
@@ -75,6 +90,11 @@ class DistCAConfig(DeepSpeedConfigModel):
 
     token_weighted_loss: bool = True
     """ Weight the model's loss so that its mean over ranks and micro-batches is the mean over all target tokens. """
+
+    keep_attention: bool = True
+    """ Keep output and lse of core attention in layers under activation checkpointing, so that recomputation neither
+    computes nor exchanges it again. Costs tokens x heads x (v_head_dim x bytes of an element + 4) bytes a layer until
+    backward. Pipelines always keep it. """
 
     pipeline: PipelineConfig | None = None
     """ Pipeline parallelism; other engines pay no attention to it. """

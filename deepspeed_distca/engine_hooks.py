@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import torch
@@ -21,14 +21,17 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
 
 from deepspeed_distca.attention_server.agreement import Agreement, MicroBatch, agreement_group, fingerprint
-from deepspeed_distca.attention_server.exchange import PeerToPeerExchange, exchange_group
+from deepspeed_distca.attention_server.exchange import exchange_group
+from deepspeed_distca.attention_server.exchange_choice import make_exchange
 from deepspeed_distca.attention_server.kernels import KernelError, select_kernel
 from deepspeed_distca.attention_server.pending import PendingPlan
 from deepspeed_distca.attention_server.runtime import AttentionServer, MicroBatchPlan, PlanOptions
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
+from deepspeed_distca.integrations.cost_choice import agreed_cost_model
 from deepspeed_distca.integrations.monitor import StepMonitor
+from deepspeed_distca.integrations.ping_pong import PingPong
 from deepspeed_distca.integrations.pipeline.runtime import PipelineRuntime
 from deepspeed_distca.integrations.transformers import (
     DecoderHooks,
@@ -37,8 +40,8 @@ from deepspeed_distca.integrations.transformers import (
     attention_windows,
     find_decoder,
 )
+from deepspeed_distca.integrations.twice_called import TwiceCalled
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
 
 _ORIGINAL = "_distca_original"
@@ -81,6 +84,11 @@ def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -
         return engine
     _check_engine(engine)
     if isinstance(engine, PipelineEngine):
+        if options.overlap == "ping_pong":
+            raise DistCAConfigError(
+                f'`{BLOCK}.overlap` "ping_pong" cannot be combined with pipeline stages, whose layers are not one '
+                'forward; allowed: "none", "local_first"'
+            )
         module = engine.module
         heads = heads_of(module.config, next(module.parameters()).dtype) if hasattr(module, "config") else None
         engine.distca = PipelineRuntime(engine, options, heads)
@@ -103,7 +111,9 @@ class Runtime:
         modules = attention_modules(decoder)
         windows = attention_windows(modules)
         heads = heads_of(decoder.config.get_text_config(), next(decoder.parameters()).dtype)
-        cost = CostModel.fitted(heads)
+        dtype = _attention_dtype(engine)
+        choice = agreed_cost_model(config, heads, device=engine.device, dtype=dtype, window=windows[0])
+        cost, source = choice.cost, choice.source
         self.config = config
         timeout = timedelta(seconds=config.timeout_seconds)
         rank_groups = _data_parallel_groups(engine)
@@ -126,6 +136,8 @@ class Runtime:
             windows,
             config.kernel,
             config.token_weighted_loss,
+            config.keep_attention,
+            config.overlap == "ping_pong",
         )
         self._groups = [exchange_group(server_groups, engine.device, timeout)]
         agreement = agreement_group(rank_groups, timeout)
@@ -133,9 +145,16 @@ class Runtime:
         if engine.device.type == "cuda":
             # Sets the communicator up while all ranks are here: later calls may involve only some of them.
             dist.barrier(self._groups[0], device_ids=[engine.device.index])
+        exchange = make_exchange(
+            config.exchange,
+            self._groups[0],
+            engine.device,
+            timeout=config.timeout_seconds,
+            staging_mib=config.staging_mib,
+        )
         self.server = AttentionServer(
             agreement=Agreement(agreement, servers, common),
-            exchange=PeerToPeerExchange(self._groups[0]),
+            exchange=exchange,
             server=mine.index(dist.get_rank()) % servers,
             cost=cost,
             options=options,
@@ -146,8 +165,20 @@ class Runtime:
             accumulation_steps=engine.gradient_accumulation_steps,
             ranks=len(mine),
             step=lambda: engine.global_steps,
+            ping_pong=_nano_batches(config, servers, len(mine)),
         )
-        self._hooks = DecoderHooks(decoder, modules, windows, self, weight_loss=config.token_weighted_loss)
+        self._hooks = DecoderHooks(
+            decoder,
+            modules,
+            windows,
+            self,
+            weight_loss=config.token_weighted_loss,
+            keep_attention=config.keep_attention,
+        )
+        self._ping_pong = PingPong(decoder, modules) if config.overlap == "ping_pong" else None
+        self._twice_called = None
+        if self._ping_pong is not None and engine.zero_optimization_stage() == 3:
+            self._twice_called = TwiceCalled(engine.module, self._ping_pong)
         self._monitor = StepMonitor(engine, lambda: self.server.planned, dist.get_rank())
         if dist.get_rank() == 0:
             # Printed, not logged: DeepSpeed's logger shows warnings only, and without this line a run that ignores the
@@ -156,7 +187,7 @@ class Runtime:
             print(
                 f"distca: {len(modules)} attention layers of {type(decoder).__name__}{_describe_windows(windows)} "
                 f"over {servers} attention servers in {len(server_groups)} group(s); kernel {kernel}, overlap "
-                f"{'local_first' if config.overlap != 'none' else 'none'}, cost model fitted ({heads.query}/"
+                f"{config.overlap or 'local_first'}, exchange {exchange.name}, cost model {source} ({heads.query}/"
                 f"{heads.key_value} heads of {heads.head_dim}), tolerance {config.tolerance:g}",
                 flush=True,
             )
@@ -184,6 +215,17 @@ class Runtime:
         """Removes the hooks; the model runs as it did before. ``engine.distca`` stays, out of use."""
         self._hooks.remove()
         self._monitor.remove()
+        for part in (self._ping_pong, self._twice_called):
+            if part is not None:
+                part.remove()
+
+
+def _nano_batches(config: DistCAConfig, servers: int, ranks: int) -> Literal["never", "moved", "always"]:
+    """Which micro-batches run as two nano-batches. Ranks must go through a model's modules in the same order, for
+    ZeRO-3's sake, so groups of servers do not decide each for itself."""
+    if config.overlap != "ping_pong" or servers == 1:
+        return "never"
+    return "moved" if servers == ranks else "always"
 
 
 def _describe_windows(windows: list[int | None]) -> str:
@@ -196,15 +238,11 @@ def _describe_windows(windows: list[int | None]) -> str:
 
 def _kernel_in_words(engine: DeepSpeedEngine, config: DistCAConfig, heads: Heads, windows: list[int | None]) -> str:
     """The kernel that layers will get, for the line at start-up; each layer chooses for what it is really given."""
-    if getattr(engine, "torch_autocast_enabled", bool)():
-        dtype = engine.torch_autocast_dtype()
-    else:
-        dtype = next(engine.module.parameters()).dtype
     try:
         return select_kernel(
             config.kernel,
             device=engine.device,
-            dtype=dtype,
+            dtype=_attention_dtype(engine),
             q_heads=heads.query,
             kv_heads=heads.key_value,
             head_dim=heads.head_dim,
@@ -213,6 +251,12 @@ def _kernel_in_words(engine: DeepSpeedEngine, config: DistCAConfig, heads: Heads
         ).name
     except KernelError as error:
         return f"none that fits ({error})"
+
+
+def _attention_dtype(engine: DeepSpeedEngine) -> torch.dtype:
+    if getattr(engine, "torch_autocast_enabled", bool)():
+        return engine.torch_autocast_dtype()
+    return next(engine.module.parameters()).dtype
 
 
 def heads_of(config: Any, dtype: torch.dtype) -> Heads:

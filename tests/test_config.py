@@ -11,7 +11,7 @@ from deepspeed_distca.config import DistCAConfig, DistCAConfigError, get_distca_
 def test_defaults_and_documented_options() -> None:
     config = parse_config({})
     assert config.enabled and config.kernel is None and config.overlap is None and config.servers is None
-    assert config.tolerance == 0.02 and config.check_plan and config.token_weighted_loss
+    assert config.tolerance == 0.005 and config.check_plan and config.token_weighted_loss
 
 
 def test_no_block_or_disabled_is_none() -> None:
@@ -48,6 +48,10 @@ def test_int_is_a_float() -> None:
         ({"max_received_rows": 0}, ["`distca.max_received_rows`", "0"]),
         ({"kernel": "flash"}, ["`distca.kernel`", "'flash'", "flash_attn_4", "reference"]),
         ({"overlap": "always"}, ["`distca.overlap`", "'always'", "local_first", "none"]),
+        ({"exchange": "nvlink"}, ["`distca.exchange`", "'nvlink'", "nccl", "peer_copy"]),
+        ({"staging_mib": 0}, ["`distca.staging_mib`", "0", "greater than or equal to 1"]),
+        ({"cost_model": ""}, ["`distca.cost_model`", "''", "at least 1 character"]),
+        ({"cost_model": {"pair": 1}}, ["`distca.cost_model`", "{'pair': 1}", "valid string"]),
         ({"timeout_seconds": 0}, ["`distca.timeout_seconds`", "0", "greater than 0"]),
         ({"tolerance": "auto"}, ["`distca.tolerance`", "auto", "leave the key out"]),
         ({"kernel": "auto"}, ["`distca.kernel`", "auto", "leave the key out"]),

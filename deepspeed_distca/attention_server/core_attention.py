@@ -15,13 +15,23 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_distca.attention_server.exchange import Exchange, Messages, Round
+from deepspeed_distca.attention_server.exchange import Exchange
 from deepspeed_distca.attention_server.kernels import Kernel
-from deepspeed_distca.attention_server.server_plan import Run, ServerPlan
+from deepspeed_distca.attention_server.row_dots import row_dots
+from deepspeed_distca.attention_server.rows import (
+    accumulate,
+    consecutive,
+    give_back,
+    keep,
+    moved_delta,
+    receive,
+    relay,
+    send,
+    stats_dtype,
+    take_back,
+)
+from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
-
-# Rows of dout and out taken to fp32 at a time for delta: bounds the temporary to some tens of MiB.
-_DELTA_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -96,19 +106,22 @@ class _CoreAttention(torch.autograd.Function):
 def _forward(q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
     p = plan.forward
     out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=_stats_dtype(q))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=stats_dtype(q))
     if p.is_local:
         return kernel.forward(q, k, v, p.local, spec, out, lse)
 
     q_work, k_work, v_work = _workspace(p, q, k, v)
     dispatch = plan.exchange.start(
-        [*_send(q, p.q_out), *_send(k, p.kv_out_direct), *_send(v, p.kv_out_direct)],
-        [*_receive(q_work, p.q_in), *_receive(k_work, p.kv_in_direct), *_receive(v_work, p.kv_in_direct)],
-        _relay(p, k_work, v_work),
+        [*send(q, p.q_out), *send(k, p.kv_out_direct), *send(v, p.kv_out_direct)],
+        [*receive(q_work, p.q_in), *receive(k_work, p.kv_in_direct), *receive(v_work, p.kv_in_direct)],
+        relay(p, k_work, v_work),
     )
-    _keep(q_work, q, p.q_keep)
-    _keep(k_work, k, p.kv_keep)
-    _keep(v_work, v, p.kv_keep)
+    keep(q_work, q, p.q_keep)
+    keep(k_work, k, p.kv_keep)
+    keep(v_work, v, p.kv_keep)
+    lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
+    stats = list(consecutive(lse_back, p.returned))
+    returning = plan.exchange.expect([*take_back(out, p.q_out), *stats[: len(p.q_out)]], sends=bool(p.q_in))
     if not plan.local_first:
         dispatch.wait()
     first, second = p.local_parts
@@ -118,12 +131,7 @@ def _forward(q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> t
 
     out_work, lse_work = kernel.forward(q_work, k_work, v_work, p.remote, spec)
     lse_work = lse_work.t().contiguous()
-    lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
-    stats = list(_consecutive(lse_back, p.returned))
-    giving_back = plan.exchange.start(
-        [*_give_back(out_work, p.q_in), *_give_back(lse_work, p.q_in)],
-        [*_take_back(out, p.q_out), *stats[: len(p.q_out)]],
-    )
+    giving_back = returning.start([*give_back(out_work, p.q_in), *give_back(lse_work, p.q_in)])
     for run, (_, row) in zip(p.q_keep, stats[len(p.q_out) :], strict=True):
         out[run.at_home].copy_(out_work[run.at_work])
         row.copy_(lse_work[run.at_work])
@@ -143,7 +151,7 @@ def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpe
     new = torch.empty_like if p.covers_home else torch.zeros_like
     dq = torch.empty_like(q)
     dk, dv = new(k, dtype=grad_dtype), new(v, dtype=grad_dtype)
-    delta = None if dlse is None else _delta(dout, out) - dlse
+    delta = None if dlse is None else row_dots(dout, out) - dlse
 
     def at_home(tasks: TaskBatch) -> None:
         if len(tasks):
@@ -155,35 +163,41 @@ def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpe
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     rows = p.returned_rows(q.device)
-    moved_delta = _moved_delta(dout, out, p.returned, q.shape[1]) if delta is None else delta[:, rows].t()
-    stats = torch.stack([lse[:, rows].t(), moved_delta], dim=1)  # [rows, 2, q_heads]
+    moved = moved_delta(dout, out, p.returned, q.shape[1]) if delta is None else delta[:, rows].t()
+    stats = torch.stack([lse[:, rows].t(), moved], dim=1)  # [rows, 2, q_heads]
     q_work, k_work, v_work = _workspace(p, q, k, v)
     dout_work = dout.new_empty((len(q_work), *dout.shape[1:]))
     stats_work = stats.new_empty((len(q_work), *stats.shape[1:]))
-    messages = list(_consecutive(stats, p.returned))
+    messages = list(consecutive(stats, p.returned))
     dispatch = plan.exchange.start(
         [
-            *_send(q, p.q_out),
-            *_send(dout, p.q_out),
+            *send(q, p.q_out),
+            *send(dout, p.q_out),
             *messages[: len(p.q_out)],
-            *_send(k, p.kv_out_direct),
-            *_send(v, p.kv_out_direct),
+            *send(k, p.kv_out_direct),
+            *send(v, p.kv_out_direct),
         ],
         [
-            *_receive(q_work, p.q_in),
-            *_receive(dout_work, p.q_in),
-            *_receive(stats_work, p.q_in),
-            *_receive(k_work, p.kv_in_direct),
-            *_receive(v_work, p.kv_in_direct),
+            *receive(q_work, p.q_in),
+            *receive(dout_work, p.q_in),
+            *receive(stats_work, p.q_in),
+            *receive(k_work, p.kv_in_direct),
+            *receive(v_work, p.kv_in_direct),
         ],
-        _relay(p, k_work, v_work),
+        relay(p, k_work, v_work),
     )
-    _keep(q_work, q, p.q_keep)
-    _keep(dout_work, dout, p.q_keep)
-    _keep(k_work, k, p.kv_keep)
-    _keep(v_work, v, p.kv_keep)
+    keep(q_work, q, p.q_keep)
+    keep(dout_work, dout, p.q_keep)
+    keep(k_work, k, p.kv_keep)
+    keep(v_work, v, p.kv_keep)
     for run, (_, row) in zip(p.q_keep, messages[len(p.q_out) :], strict=True):
         stats_work[run.at_work].copy_(row)
+    kv_rows = sum(run.rows for run in p.kv_out)
+    dk_back, dv_back = (t.new_empty((kv_rows, *t.shape[1:]), dtype=grad_dtype) for t in (k, v))
+    returning = plan.exchange.expect(
+        [*take_back(dq, p.q_out), *consecutive(dk_back, p.kv_out), *consecutive(dv_back, p.kv_out)],
+        sends=bool(p.q_in or p.kv_in),
+    )
     if not plan.local_first:
         dispatch.wait()
     first, second = p.local_parts
@@ -191,11 +205,8 @@ def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpe
     dispatch.wait()
 
     dq_work, dk_work, dv_work = _serve_backward(p, kernel, spec, dout_work, q_work, k_work, v_work, stats_work)
-    kv_rows = sum(run.rows for run in p.kv_out)
-    dk_back, dv_back = dk_work.new_empty((kv_rows, *k.shape[1:])), dv_work.new_empty((kv_rows, *v.shape[1:]))
-    giving_back = plan.exchange.start(
-        [*_give_back(dq_work, p.q_in), *_give_back(dk_work, p.kv_in), *_give_back(dv_work, p.kv_in)],
-        [*_take_back(dq, p.q_out), *_consecutive(dk_back, p.kv_out), *_consecutive(dv_back, p.kv_out)],
+    giving_back = returning.start(
+        [*give_back(dq_work, p.q_in), *give_back(dk_work, p.kv_in), *give_back(dv_work, p.kv_in)]
     )
     for run in p.q_keep:
         dq[run.at_home].copy_(dq_work[run.at_work])
@@ -203,8 +214,8 @@ def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpe
         giving_back.wait()
     at_home(second)
     giving_back.wait()
-    _accumulate(p, dk, (dk_back, dk_work))
-    _accumulate(p, dv, (dv_back, dv_work))
+    accumulate(p, dk, (dk_back, dk_work))
+    accumulate(p, dv, (dv_back, dv_work))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -233,79 +244,6 @@ def _serve_backward(p: ServerPlan, kernel: Kernel, spec, dout, q, k, v, stats):
     return dq, dk_sum.to(grad_dtype), dv_sum.to(grad_dtype)
 
 
-def _accumulate(p: ServerPlan, home: torch.Tensor, sources: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Adds the servers' contributions to dk or dv at home, in fp32 at least, rounding once."""
-    for span, contributions in p.touched:
-        total = home[span]
-        if total.dtype.itemsize < 4:
-            total = total.float()
-        for source, row, run in contributions:
-            at = run.home - span.start
-            total[at : at + run.rows] += sources[source][row : row + run.rows]
-        if total.dtype != home.dtype:
-            home[span] = total
-
-
 def _workspace(p: ServerPlan, q, k, v) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q_rows, kv_rows = p.plan.work_q_rows, p.plan.work_kv_rows
     return tuple(t.new_empty((rows, *t.shape[1:])) for t, rows in ((q, q_rows), (k, kv_rows), (v, kv_rows)))
-
-
-def _send(home: torch.Tensor, runs: list[Run]) -> Messages:
-    return [(run.peer, home[run.at_home]) for run in runs]
-
-
-def _take_back(home: torch.Tensor, runs: list[Run]) -> Messages:
-    return _send(home, runs)
-
-
-def _receive(work: torch.Tensor, runs: list[Run]) -> Messages:
-    return [(run.peer, work[run.at_work]) for run in runs]
-
-
-def _give_back(work: torch.Tensor, runs: list[Run]) -> Messages:
-    return _receive(work, runs)
-
-
-def _relay(p: ServerPlan, k_work: torch.Tensor, v_work: torch.Tensor) -> Round | None:
-    """The second round of a dispatch: keys and values from workspace to workspace."""
-    if not p.relay_in and not p.relay_out:
-        return None
-    works = (k_work, v_work)
-    return (
-        [message for work in works for message in _send(work, p.relay_out)],
-        [message for work in works for message in _receive(work, p.relay_in)],
-    )
-
-
-def _consecutive(buffer: torch.Tensor, runs: list[Run]) -> Messages:
-    """The runs one after another in a buffer of their own."""
-    row, messages = 0, []
-    for run in runs:
-        messages.append((run.peer, buffer[row : row + run.rows]))
-        row += run.rows
-    return messages
-
-
-def _keep(work: torch.Tensor, home: torch.Tensor, runs: list[Run]) -> None:
-    for run in runs:
-        work[run.at_work].copy_(home[run.at_home])
-
-
-def _stats_dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
-
-
-def _delta(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """rowsum(dout * out) in fp32 at least, [heads, rows]."""
-    delta = out.new_empty((out.shape[0], out.shape[1]), dtype=_stats_dtype(out))
-    for i in range(0, len(out), _DELTA_ROWS):
-        part = slice(i, i + _DELTA_ROWS)
-        torch.sum(dout[part].to(delta.dtype) * out[part], dim=-1, out=delta[part])
-    return delta.t()
-
-
-def _moved_delta(dout: torch.Tensor, out: torch.Tensor, runs: list[Run], heads: int) -> torch.Tensor:
-    """delta of the rows that other servers, or this rank's workspace, compute: [rows, heads]."""
-    parts = [_delta(dout[run.at_home], out[run.at_home]).t() for run in runs]
-    return torch.cat(parts) if parts else out.new_empty((0, heads), dtype=_stats_dtype(out))

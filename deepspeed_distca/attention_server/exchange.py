@@ -38,8 +38,27 @@ class Exchange(Protocol):
             then: sends and receives of a second one, which may send on what the first receives.
         """
 
+    def expect(self, receives: Messages, *, sends: bool) -> Expected:
+        """Names what an exchange will receive before there is something to send: the next one between these ranks.
 
-class _Done:
+        The tensors may not be touched from now on; an exchange that can do so fills them as soon as their senders are
+        ready.
+
+        Args:
+            sends: whether this rank will send anything in that exchange.
+        """
+
+
+class Expected(Protocol):
+    """An exchange whose receives are known."""
+
+    def start(self, sends: Messages) -> Pending:
+        """See :meth:`Exchange.start`."""
+
+
+class Done:
+    """An exchange that is over, or in which there was nothing to do."""
+
     def wait(self) -> None:
         pass
 
@@ -60,8 +79,8 @@ class PeerToPeerExchange:
     """Grouped sends and receives over a process group: one NCCL launch on GPUs, sockets through gloo on CPU."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self._on_host = dist.get_backend(group) != "nccl"
+        self.group, self.name = group, dist.get_backend(group)
+        self._on_host = self.name != "nccl"
         self._global_rank = dist.get_process_group_ranks(group)
 
     def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:
@@ -75,7 +94,11 @@ class PeerToPeerExchange:
                 works = []
             works += self._start(*then)
             keep += [*then[0], *then[1]]
-        return _Works(works, keep) if works else _Done()
+        return _Works(works, keep) if works else Done()
+
+    def expect(self, receives: Messages, *, sends: bool) -> Expected:
+        """See :class:`Exchange`. One launch holds all sends and receives, so nothing starts before the sends."""
+        return ReceivesLater(self, receives)
 
     def _start(self, sends: Messages, receives: Messages) -> list[dist.Work]:
         operations = [
@@ -85,6 +108,17 @@ class PeerToPeerExchange:
             if tensor.numel()
         ]
         return dist.batch_isend_irecv(operations) if operations else []
+
+
+class ReceivesLater:
+    """Receives that start together with the sends."""
+
+    def __init__(self, exchange: Exchange, receives: Messages) -> None:
+        self._exchange, self._receives = exchange, receives
+
+    def start(self, sends: Messages) -> Pending:
+        """See :class:`Expected`."""
+        return self._exchange.start(sends, self._receives)
 
 
 def exchange_group(ranks: list[list[int]], device: torch.device, timeout: timedelta) -> dist.ProcessGroup:

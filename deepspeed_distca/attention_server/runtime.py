@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,8 +15,10 @@ from deepspeed_distca.attention_server.agreement import Agreement, MicroBatch, f
 from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
 from deepspeed_distca.attention_server.exchange import Exchange
 from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
+from deepspeed_distca.attention_server.nano_batches import has_crossing, nano_layer_plan, row_cuts
+from deepspeed_distca.attention_server.overlap import PingPongPlan
 from deepspeed_distca.attention_server.server_plan import ServerPlan
-from deepspeed_distca.attention_server.statistics import KernelTimer, StepStatistics, TimedKernel
+from deepspeed_distca.attention_server.statistics import DeviceTimer, StepStatistics, TimedExchange, TimedKernel
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
@@ -50,6 +53,8 @@ class AttentionServer:
         windows: the window of each attention layer (None: full causal), one entry per layer.
         kernel: a kernel's name, or None to choose.
         local_first: see ``LayerPlan``.
+        ping_pong: which micro-batches are divided into two nano-batches (see ``overlap``): none, those in which rows
+            move, or all of them.
         check_plan: compare digests of plans over the ranks.
         accumulation_steps: micro-batches of an optimizer step, by which the engine divides the loss.
         ranks: over how many ranks the engine averages gradients.
@@ -71,14 +76,16 @@ class AttentionServer:
         accumulation_steps: Callable[[], int],
         ranks: int,
         step: Callable[[], int],
+        ping_pong: Literal["never", "moved", "always"] = "never",
     ) -> None:
-        self._agreement, self._exchange, self._server = agreement, exchange, server
+        self._timer, self._waiting = DeviceTimer(), DeviceTimer()
+        self._agreement, self._exchange, self._server = agreement, TimedExchange(exchange, self._waiting), server
         self._cost, self._options = cost, options
         self._layers = {window: list(windows).count(window) for window in dict.fromkeys(windows)}
         self._kernel_name, self._local_first, self._check_plan = kernel, local_first, check_plan
         self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
+        self._ping_pong = ping_pong
         self._kernels: dict[tuple, Kernel] = {}
-        self._timer = KernelTimer()
         self._statistics = StepStatistics()
         self._statistics_step: int | None = None
         self._loads: dict[str, float] = {}
@@ -87,11 +94,14 @@ class AttentionServer:
     def stats(self) -> StepStatistics:
         """Statistics of the last step. On a GPU reading them waits for its kernels."""
         self._statistics.server_seconds = self._timer.seconds
-        return self._statistics
+        self._statistics.exposed_seconds = self._waiting.seconds
+        return self.planned
 
     @property
     def planned(self) -> StepStatistics:
-        """The same as planned, without the kernels' time: never waits for the device."""
+        """The same as planned, with what was measured in the step before only: never waits for the device."""
+        self._statistics.previous_server_seconds = self._timer.previous
+        self._statistics.previous_exposed_seconds = self._waiting.previous
         return self._statistics
 
     @property
@@ -124,7 +134,11 @@ class AttentionServer:
             divisor = everyone.targets / self._ranks
         else:
             divisor = everyone.step_targets / (self._ranks * self._accumulation_steps())
-        return MicroBatchPlan(self, plans), divisor or 1.0
+        ping_pong = None
+        moved = any(p.sent.any() for p in planned)
+        if self._ping_pong == "always" or (self._ping_pong == "moved" and moved):
+            ping_pong = self._two_nano_batches(everyone.layout, plans)
+        return MicroBatchPlan(self, plans, ping_pong), divisor or 1.0
 
     def plan_tick(
         self, phase: str, kinds: Sequence[tuple[Layout, int | None, int]], *, note: bool, micro_batches: int = 0
@@ -170,6 +184,16 @@ class AttentionServer:
     def attend(self, q, k, v, plan: LayerPlan, spec: AttentionSpec, kept=None) -> tuple[torch.Tensor, torch.Tensor]:
         """See :func:`core_attention`."""
         return core_attention(q, k, v, plan, spec, self._kernel(q, k, v, spec), kept)
+
+    def _two_nano_batches(self, layout: Layout, plans: dict[int | None, LayerPlan]) -> PingPongPlan:
+        """The same plans, divided in time; nobody has to agree on it, since it follows from the layout."""
+        cuts = row_cuts(layout, self._options.granularity)
+        crossing = has_crossing(layout, cuts)
+        layers = {
+            window: nano_layer_plan(plan.forward, plan.backward, self._exchange, cuts, window, crossing)
+            for window, plan in plans.items()
+        }
+        return PingPongPlan(int(cuts[self._server]), int(layout.tokens[self._server]), layers, self._kernel)
 
     def _plan_phase(self, layout: Layout, window: int | None, phase: str, layers: int) -> _Planned:
         tasks = balance(
@@ -217,6 +241,7 @@ class AttentionServer:
         if step != self._statistics_step:
             self._statistics, self._statistics_step = StepStatistics(), step
             self._timer.reset()
+            self._waiting.reset()
             self._loads = dict.fromkeys(("max_before", "max_after", "mean_before", "mean_after"), 0.0)
         s, total = self._statistics, self._loads
         sent = sum(p.sent for p in planned)
@@ -254,12 +279,13 @@ class _Planned:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """The plans of a micro-batch's layers, by their window."""
+    """The plans of a micro-batch's layers, by their window, and the same in two nano-batches where that is wanted."""
 
     server: AttentionServer
     layers: dict[int | None, LayerPlan]
+    ping_pong: PingPongPlan | None = None
 
-    def attend(self, q, k, v, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q, k, v, spec: AttentionSpec, kept=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Core attention of one layer: see :func:`core_attention`.
 
         Raises:
@@ -270,4 +296,4 @@ class MicroBatchPlan:
                 f"a layer asks for a window of {spec.window} keys, but plans were made for {list(self.layers)}; the "
                 "model's attention modules must carry their window as `sliding_window`"
             )
-        return self.server.attend(q, k, v, self.layers[spec.window], spec)
+        return self.server.attend(q, k, v, self.layers[spec.window], spec, kept)

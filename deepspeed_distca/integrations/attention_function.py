@@ -16,11 +16,14 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.integrations.kept_attention import KeptAttention
 
 NAME = "distca"
 FIRST = "distca_first"
-#: The keyword arguments of forward that carry a micro-batch's plan and the witness of the first forward.
+#: The keyword arguments of forward that carry a micro-batch's plan, what is kept of its attention for recomputation,
+#: and the witness of the first forward.
 PLAN = "distca_plan"
+KEPT = "distca_kept"
 WITNESS = "distca_witness"
 
 
@@ -110,7 +113,11 @@ def distca_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     batch, _, tokens, head_dim = query.shape
     spec = AttentionSpec(head_dim**-0.5 if scaling is None else float(scaling), sliding_window, softcap)
-    out, lse = plan.attend(*(t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)), spec)
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    kept: KeptAttention | None = kwargs.get(KEPT)
+    if s_aux is not None and getattr(plan, "hands_over", False):
+        s_aux = s_aux.clone()  # ZeRO-3 may free the parameter while the other nano-batch runs
+    out, lse = plan.attend(q, k, v, spec) if kept is None else kept.attend(module, plan, q, k, v, spec)
     if s_aux is not None:
         # The sink adds exp(sink) to the softmax's denominator: out * exp(lse) / (exp(lse) + exp(sink)).
         out = out * torch.sigmoid(lse.t() - s_aux).unsqueeze(-1).to(out.dtype)

@@ -12,7 +12,11 @@ PREFIX = "Train/DistCA/"
 
 
 def events(statistics: StepStatistics, samples: int) -> list[tuple[str, float, int]]:
-    """(name, value, samples seen) of what is known without reading a device timer."""
+    """(name, value, samples seen) of what is known without waiting for the device.
+
+    Times that were measured are those of the step before, which the device has finished: "previous" in their names.
+    They are left out in the first step, and wherever the device is further behind.
+    """
     values = {
         "balance_before": statistics.balance_before,
         "balance_after": statistics.balance_after,
@@ -20,6 +24,11 @@ def events(statistics: StepStatistics, samples: int) -> list[tuple[str, float, i
         "bytes_sent_max": statistics.bytes_sent_max,
         "planning_ms": statistics.planning_ms,
     }
+    measured = {
+        "previous_server_ms": statistics.previous_server_seconds,
+        "previous_exposed_ms": statistics.previous_exposed_seconds,
+    }
+    values |= {name: seconds * 1e3 for name, seconds in measured.items() if seconds is not None}
     return [(PREFIX + name, float(value), samples) for name, value in values.items()]
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from deepspeed_distca.integrations.attention_function import (
     FIRST,
+    KEPT,
     NAME,
     PLAN,
     WITNESS,
@@ -36,6 +37,7 @@ from deepspeed_distca.integrations.batch_layout import (
 )
 from deepspeed_distca.integrations.decoders import attention_modules, attention_windows, find_decoder
 from deepspeed_distca.integrations.first_forward import FirstForward
+from deepspeed_distca.integrations.kept_attention import KeptAttention
 from deepspeed_distca.layout import Layout
 
 __all__ = [
@@ -85,6 +87,7 @@ class DecoderHooks:
         planner: makes the plans.
         weight_loss: divide the model's summed loss by the divisor that comes with a plan, unless the caller gave
             ``num_items_in_batch`` himself.
+        keep_attention: recomputation of layers does not repeat core attention.
     """
 
     def __init__(
@@ -95,7 +98,9 @@ class DecoderHooks:
         planner: Planner,
         *,
         weight_loss: bool,
+        keep_attention: bool,
     ) -> None:
+        self._keep_attention = keep_attention
         self._model, self._modules, self._planner, self._weight_loss = model, modules, planner, weight_loss
         self._windows = dict(zip(modules, windows, strict=True))
         self._own_configuration()
@@ -154,6 +159,8 @@ class DecoderHooks:
             kwargs["attention_mask"] = None
             kwargs["use_cache"] = False
             kwargs[PLAN] = plan
+            if training and self._keep_attention:
+                kwargs[KEPT] = KeptAttention()
             if not self._checked:
                 witness = FirstForward(model, self._windows, kwargs.get("position_ids"))
                 kwargs[WITNESS] = witness

@@ -74,7 +74,7 @@ def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
     return worst
 
 
-def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype) -> None:
+def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype, attend=core_attention) -> None:
     q_heads, kv_heads, dim, v_dim = shape
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 31)))
     lengths = {}
@@ -101,7 +101,7 @@ def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype) -> 
         (rows(lambda d, i=i: whole[d][0][i]) if segments else torch.zeros(empty[i], dtype=dtype)).requires_grad_()
         for i in range(3)
     )
-    out, lse = core_attention(q, k, v, plan, spec, kernel)
+    out, lse = attend(q, k, v, plan, spec, kernel)
     use_lse = any(entry[5] for entry in whole.values())
     dout = rows(lambda d: whole[d][1][0]) if segments else torch.zeros_like(out)
     dlse = torch.zeros_like(lse)

@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import deepspeed
 import numpy as np
@@ -13,8 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepspeed_distca
 from deepspeed_distca import Layout
-from deepspeed_distca.attention_server import runtime
+from deepspeed_distca.attention_server import core_attention, runtime
+from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
+from deepspeed_distca.attention_server.statistics import TimedKernel
 from deepspeed_distca.data.from_layout import batch_from_layout
+from deepspeed_distca.integrations.kept_attention import KeptAttention
 
 VOCABULARY = 97
 
@@ -86,6 +95,47 @@ def full_gradients(engine) -> dict[str, torch.Tensor]:
     return {n: safe_get_full_grad(p).clone() for n, p in engine.module.named_parameters()}
 
 
+def enable_checkpointing(model, how: str) -> None:
+    """How: "off", "reentrant", "non-reentrant", or "deepspeed": transformers' layers with DeepSpeed's function."""
+    if how != "off":
+        model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    if how == "deepspeed":
+        for layer in model.model.layers:
+            layer._gradient_checkpointing_func = deepspeed.checkpointing.checkpoint
+
+
+@contextmanager
+def counting() -> Iterator[Counter]:
+    """Counts forwards of core attention, forward calls of kernels, and exchanges that are started."""
+    counts = Counter(attention=0, kernels=0, exchanges=0)
+
+    def counted(name: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name, owner, attribute in (
+            ("attention", core_attention, "_forward"),
+            ("kernels", TimedKernel, "forward"),
+            ("exchanges", PeerToPeerExchange, "start"),
+        ):
+            stack.enter_context(mock.patch.object(owner, attribute, counted(name, getattr(owner, attribute))))
+        yield counts
+
+
+def kept() -> list[int]:
+    """Of every micro-batch that is alive, how many layers have their attention kept."""
+    return [len(o) for o in gc.get_objects() if isinstance(o, KeptAttention)]
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    """Of all bits."""
+    return hashlib.sha256(b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)).hexdigest()
+
+
 def train_once(
     zero: int, accumulation: int, checkpointing: str, layouts: list, seed: int, distca: dict, model_options: dict
 ) -> dict:
@@ -96,22 +146,24 @@ def train_once(
     expected_loss, expected = reference(tiny_llama(seed, **model_options), batches)
 
     model = tiny_llama(seed, **model_options)
-    if checkpointing != "off":
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    enable_checkpointing(model, checkpointing)
     engine, *_ = deepspeed.initialize(model=model, config=ds_config(zero, accumulation, distca))
     engine.train()
     rank = dist.get_rank()
     parts = [batch_from_layout(d, layout, rank) for d, layout in zip(batches, layouts, strict=True)]
     step_targets = sum(part["num_targets"] for part in parts)
-    losses, gradients = [], {}
-    for index, part in enumerate(parts):
-        loss = engine(**part, step_targets=step_targets).loss
-        losses.append(loss.detach())
-        engine.backward(loss)
-        if index == len(parts) - 1:
-            gradients = full_gradients(engine)
-        engine.step()
-    total = torch.stack(losses).mean()
+    losses, gradients, waiting = [], {}, []
+    with counting() as counts:
+        for index, part in enumerate(parts):
+            loss = engine(**part, step_targets=step_targets).loss
+            losses.append(loss)
+            waiting.append(sum(kept()))
+            engine.backward(loss)
+            if index == len(parts) - 1:
+                gradients = full_gradients(engine)
+            engine.step()
+    left = sum(kept())  # while the losses, and with them the graphs, are still there
+    total = torch.stack(losses).detach().mean()
     dist.all_reduce(total)
     worst, which = 0.0, ""
     scale = max(float(g.norm()) for g in expected.values())
@@ -125,6 +177,10 @@ def train_once(
         "gradient_error": worst,
         "parameter": which,
         "bytes_moved": engine.distca.stats.bytes_moved,
+        "exposed_seconds": engine.distca.stats.exposed_seconds,
+        "counts": counts,
+        "kept": {"waiting": waiting, "left": left},
+        "digest": digest([*losses, *gradients.values()]),
     }
 
 
@@ -157,12 +213,12 @@ def train_grouped(lengths: list[list[int]], servers: int) -> dict:
     }
 
 
-def loss_curves(steps: int) -> dict:
+def loss_curves(steps: int, **options) -> dict:
     """Losses of the same training with the plugin and without it (sdpa over the packed row, use_cache off)."""
     deepspeed.init_distributed("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     curves = {}
-    for name, block in (("plugin", {"granularity": 16}), ("plain", None)):
+    for name, block in (("plugin", {"granularity": 16, **options}), ("plain", None)):
         engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, block, lr=3e-3))
         losses = []
         for step in range(steps):

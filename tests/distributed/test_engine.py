@@ -9,6 +9,8 @@ from tests.distributed.harness import run_ranks
 
 TOLERANCE = 1e-5
 ENABLED = {"enabled": True, "granularity": 16}
+LAYERS = 2
+CHECKPOINTING = ("reentrant", "non-reentrant", "deepspeed")
 
 
 def segments(*lengths: int, first: int = 0) -> list[list[int]]:
@@ -51,13 +53,36 @@ def case(layouts: list, zero: int = 0, checkpointing: str = "off", seed: int = 0
 def test_exact_under_zero_accumulation_and_checkpointing(zero: int) -> None:
     layouts = [LAYOUTS[name] for name in ("uneven", "longer than a rank", "empty rank")]
     cases = [
-        case(layouts[:accumulation], zero, checkpointing, seed=zero)
-        for accumulation in (1, 3)
-        for checkpointing in ("off", "reentrant", "non-reentrant")
+        case(layouts[:accumulation], zero, checkpointing, seed=zero, keep_attention=keep)
+        for accumulation, keep in ((1, True), (3, True), (3, False))
+        for checkpointing in ("off", *CHECKPOINTING)
     ]
     results = run_ranks("tests.distributed.engine_worker:train_cases", 2, timeout=280, cases=cases)
     check(results, cases)
     assert all(outcome["bytes_moved"] > 0 for outcome in results[0])
+    for outcomes in results:
+        check_kept(cases, outcomes)
+
+
+def check_kept(cases: list[dict], outcomes: list[dict]) -> None:
+    """Recomputation computes and exchanges nothing, changes no bit, and leaves nothing behind."""
+    by_case = {
+        (c["accumulation"], c["distca"]["keep_attention"], c["checkpointing"]): outcome
+        for c, outcome in zip(cases, outcomes, strict=True)
+    }
+    for (accumulation, keep, checkpointing), outcome in by_case.items():
+        once = by_case[accumulation, keep, "off"]["counts"]
+        assert once["attention"] == LAYERS * accumulation and once["exchanges"] > 0
+        if checkpointing == "off" or keep:
+            assert outcome["counts"] == once, (checkpointing, outcome["counts"], once)
+        else:
+            # Exchanges of the forward are repeated: more than none, fewer than all again.
+            assert outcome["counts"]["attention"] == 2 * once["attention"]
+            assert outcome["counts"]["kernels"] == 2 * once["kernels"]
+            assert once["exchanges"] < outcome["counts"]["exchanges"] < 2 * once["exchanges"]
+        waiting = LAYERS if keep and checkpointing != "off" else 0
+        assert outcome["kept"] == {"waiting": [waiting] * accumulation, "left": 0}
+        assert outcome["digest"] == by_case[accumulation, True, "off"]["digest"], (accumulation, keep, checkpointing)
 
 
 def test_exact_for_any_lengths() -> None:
@@ -70,6 +95,9 @@ def test_exact_for_any_lengths() -> None:
     check(results, cases)
     balanced = [o["bytes_moved"] for c, o in zip(cases, results[0], strict=True) if c["layouts"] == [LAYOUTS["equal"]]]
     assert balanced == [0, 0]  # nothing to balance: nothing moved
+    for outcome in (o for outcomes in results for o in outcomes):
+        # Waiting is measured where there is something to wait for, and nowhere else.
+        assert (outcome["exposed_seconds"] > 0) == (outcome["bytes_moved"] > 0), outcome
 
 
 @pytest.mark.parametrize("world", [3, 4])

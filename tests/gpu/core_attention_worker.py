@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
-from deepspeed_distca.attention_server.exchange import PeerToPeerExchange, exchange_group
+from deepspeed_distca.attention_server.exchange import exchange_group
+from deepspeed_distca.attention_server.exchange_choice import STAGING_MIB, make_exchange
 from deepspeed_distca.attention_server.kernels import make_kernel, select_kernel
+from deepspeed_distca.attention_server.peer_copy import PeerCopyExchange
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout, Segment
@@ -28,15 +30,19 @@ from tests.distributed.random_plans import random_layout, random_tasks
 Q_HEADS, KV_HEADS, DIM = 8, 2, 128
 
 
-def check(seed: int = 0, kernel: str | None = None) -> list[dict]:
+def check(
+    seed: int = 0, kernel: str | None = None, exchange: str = "nccl", staging_mib: int = STAGING_MIB
+) -> list[dict]:
     """Relative errors of out, dq, dk, dv on this rank for every case, and the plain kernel's own errors."""
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", timeout=timedelta(seconds=120), device_id=device)
     world = dist.get_world_size()
-    exchange = PeerToPeerExchange(exchange_group([list(range(world))], device, timedelta(seconds=120)))
-    dist.barrier(exchange.group, device_ids=[rank])
+    group = exchange_group([list(range(world))], device, timedelta(seconds=120))
+    dist.barrier(group, device_ids=[rank])
+    moves = make_exchange(exchange, group, device, timeout=60, staging_mib=staging_mib)
+    assert isinstance(moves, PeerCopyExchange) == (exchange == "peer_copy"), "the line above says why"
     chosen = select_kernel(
         kernel, device=device, dtype=torch.bfloat16, q_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=DIM
     )
@@ -63,7 +69,7 @@ def check(seed: int = 0, kernel: str | None = None) -> list[dict]:
             relayed += len(compiler.relayed())
             plans.append(ServerPlan(compiler.rank(rank), lambda t: t.q_len * t.k_len))
         for local_first in (False, True):
-            plan = LayerPlan(*plans, exchange, local_first)
+            plan = LayerPlan(*plans, moves, local_first)
             errors = _case(layout, plan, spec, chosen, rank, device, seed)
             results.append(
                 {"case": f"{name}, local_first {local_first}", "kernel": chosen.name, "relayed": relayed, **errors}

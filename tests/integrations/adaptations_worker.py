@@ -230,18 +230,20 @@ def monitored(seed: int, folder: str) -> dict:
     csv = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
     engine, *_ = deepspeed.initialize(model=tiny_llama(seed), config=ds_config(0, 2, DISTCA, **csv))
     engine.train()
-    expected = []
+    expected, measured = [], []
     for turn in range(6):
-        layout = Layout.from_lengths([[31 + 5 * turn, 4], [9, 3]])
+        layout = Layout.from_lengths([[131 + 5 * turn, 4], [9, 3]])
         documents = documents_of(layout, np.random.default_rng(turn))
         engine.backward(engine(**batch_from_layout(documents, layout, dist.get_rank())).loss)
         engine.step()
         if turn % 2:
-            expected.append([engine.distca.stats.balance_before, engine.distca.stats.bytes_moved])
+            stats = engine.distca.stats
+            expected.append([stats.balance_before, stats.bytes_moved])
+            measured.append([stats.server_seconds * 1e3, stats.exposed_seconds * 1e3])
     dist.barrier()
     wrapped = "step" in vars(engine)
     engine.distca.detach()
-    return {"expected": expected, "wrapped": wrapped, "left": "step" in vars(engine)}
+    return {"expected": expected, "measured": measured, "wrapped": wrapped, "left": "step" in vars(engine)}
 
 
 def run(seed: int, folder: str) -> dict:

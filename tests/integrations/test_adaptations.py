@@ -74,5 +74,10 @@ def test_the_monitor_has_a_line_for_every_optimizer_step(ranks, folder):
     assert column("bytes_moved") == [moved for _, moved in expected]
     assert all(a <= b for a, b in zip(column("balance_after"), column("balance_before"), strict=True))
     assert len(column("planning_ms")) == 3 and min(column("planning_ms")) > 0.0
+    # Measured times are those of the step before, so that nobody waits for a device; the first step has none.
+    measured = ranks[0]["monitored"]["measured"][:-1]
+    assert column("previous_server_ms") == pytest.approx([server for server, _ in measured])
+    assert column("previous_exposed_ms") == pytest.approx([exposed for _, exposed in measured])
+    assert all(server > 0 and exposed > 0 for server, exposed in measured) and all(moved > 0 for _, moved in expected)
     assert [rank["monitored"]["wrapped"] for rank in ranks] == [True, False]
     assert not any(rank["monitored"]["left"] for rank in ranks)

@@ -23,12 +23,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
 from deepspeed_distca.attention_server.agreement import Agreement, agreement_group, fingerprint
-from deepspeed_distca.attention_server.exchange import PeerToPeerExchange, exchange_group
+from deepspeed_distca.attention_server.exchange import exchange_group
+from deepspeed_distca.attention_server.exchange_choice import make_exchange
 from deepspeed_distca.attention_server.runtime import AttentionServer, PlanOptions
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, PipelineConfig
 from deepspeed_distca.integrations.attention_function import FIRST, NAME
+from deepspeed_distca.integrations.cost_choice import agreed_cost_model
 from deepspeed_distca.integrations.monitor import events
 from deepspeed_distca.integrations.pipeline.batches import describe, from_message, merge, pipeline_batch, to_message
 from deepspeed_distca.integrations.pipeline.module import DecoderPipeline, check_attention
@@ -42,7 +44,6 @@ from deepspeed_distca.integrations.pipeline.schedule import (
     passes,
 )
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
 
 
@@ -82,9 +83,11 @@ class PipelineRuntime:
             raise DistCAConfigError(
                 f'{error}. Choose `{BLOCK}.pipeline.scope` "stage", or another number of stages'
             ) from None
-        cost = CostModel.fitted(heads)
-        options = PlanOptions(config.tolerance, config.granularity, config.min_shard_tokens, config.max_received_rows)
         dtype = _attention_dtype(engine)
+        window = next((w for stage in module.stage_windows for w in stage), None)
+        choice = agreed_cost_model(config, heads, device=engine.device, dtype=dtype, window=window)
+        cost = choice.cost
+        options = PlanOptions(config.tolerance, config.granularity, config.min_shard_tokens, config.max_received_rows)
         timeout = timedelta(seconds=config.timeout_seconds)
         self._exchange_group = exchange_group(topology.groups, engine.device, timeout)
         if engine.device.type == "cuda":
@@ -98,7 +101,13 @@ class PipelineRuntime:
         servers = topology.place.size
         self.server = AttentionServer(
             agreement=Agreement(agreement_group(topology.groups, timeout), servers, everything),
-            exchange=PeerToPeerExchange(self._exchange_group),
+            exchange=make_exchange(
+                config.exchange,
+                self._exchange_group,
+                engine.device,
+                timeout=config.timeout_seconds,
+                staging_mib=config.staging_mib,
+            ),
             server=topology.server,
             cost=cost,
             options=options,
@@ -141,7 +150,7 @@ class PipelineRuntime:
                 f"distca: {sum(map(len, module.stage_windows))} attention layers in {engine.num_stages} stages, "
                 f"{servers} attention servers in {len(topology.groups)} group(s) (scope {self._scope}); kernel "
                 f"{config.kernel or 'automatic'}, overlap {'local_first' if config.overlap != 'none' else 'none'}, "
-                f"tolerance {config.tolerance:g}",
+                f"cost model {choice.source}, tolerance {config.tolerance:g}",
                 flush=True,
             )
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO-3 and modules that are called twice before their backward.
+
+DeepSpeed frees a module's parameters in backward when as many of its inputs have their gradients as its forward
+counted in ``ds_grads_remaining``. Every forward starts this count anew. With two nano-batches it then ends after the
+first of them, and the other one meets parameters of size 0; and a recomputation in backward loses what remained. Two
+hooks around DeepSpeed's own put the count right.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from deepspeed.utils import z3_leaf_module
+from torch import nn
+
+from deepspeed_distca.config import BLOCK, DistCAConfigError
+
+_COUNT = "ds_grads_remaining"
+
+
+class NanoBatches(Protocol):
+    """What is known of nano-batches: see ``ping_pong.PingPong``."""
+
+    split: bool
+    running: int | None
+
+
+class TwiceCalled:
+    """Lets DeepSpeed's counts span both calls of a module.
+
+    Args:
+        model: a model with DeepSpeed's hooks.
+        nano_batches: which of them is running.
+
+    Raises:
+        DistCAConfigError: a module that DeepSpeed does not look into, and so cannot be called twice.
+    """
+
+    def __init__(self, model: nn.Module, nano_batches: NanoBatches) -> None:
+        for module in model.modules():
+            if z3_leaf_module(module):
+                raise DistCAConfigError(
+                    f"{type(module).__name__} is a ZeRO-3 leaf module, whose gradients DeepSpeed reduces after every "
+                    "call; two nano-batches call it twice. Set "
+                    '"zero_optimization": {"leaf_module": {"classes": []}} if its experts are one parameter (as in '
+                    f'transformers 5), or `{BLOCK}.overlap` to another value than "ping_pong"'
+                )
+        self._nano_batches = nano_batches
+        self._before: dict[nn.Module, int] = {}
+        self._handles = []
+        for module in model.modules():
+            if hasattr(module, _COUNT) or hasattr(module, "post_bwd_fn"):
+                self._handles += [
+                    module.register_forward_pre_hook(self._remember, prepend=True),
+                    module.register_forward_pre_hook(self._correct),
+                ]
+
+    def remove(self) -> None:
+        """Takes the hooks out."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _remember(self, module: nn.Module, args: tuple) -> None:
+        if self._nano_batches.split:
+            self._before[module] = module.__dict__.get(_COUNT, 0)
+
+    def _correct(self, module: nn.Module, args: tuple) -> None:
+        if not self._nano_batches.split:
+            return
+        before = self._before.pop(module, 0)
+        if torch._C._current_graph_task_id() != -1:
+            setattr(module, _COUNT, before)  # recomputation: its own graph is never run backward
+        elif self._nano_batches.running == 1:
+            setattr(module, _COUNT, before + getattr(module, _COUNT))

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchange by peer copies over simulated devices: every byte arrives, nothing is read or written too early or too
+late, and no order of waits ends in a deadlock, however small the slots and even if each device has a single queue."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from deepspeed_distca.attention_server.peer_copy import SLOTS, PeerCopyExchange, header_bytes
+from deepspeed_distca.attention_server.peer_slots import ALIGNMENT, PeerSlots, cut
+from tests.attention_server.simulated_streams import SimulatedStreams, run_all
+
+
+class Group:
+    """Devices that share memory, each with an exchange."""
+
+    def __init__(self, world: int, size: int, single: bool, pack_beside: bool = False) -> None:
+        self.devices = [SimulatedStreams(single) for _ in range(world)]
+        self.memory = [torch.full((size,), 0x55, dtype=torch.uint8) for _ in range(world)]
+        for memory in self.memory:
+            memory[: header_bytes(world)] = 0
+        addresses = [memory.data_ptr() for memory in self.memory]
+        self.exchanges = [
+            PeerCopyExchange(device, rank, addresses, size, timeout=None, pack_beside=pack_beside)
+            for rank, device in enumerate(self.devices)
+        ]
+        self.alive: list = []
+
+
+def staging(world: int, slot: int) -> int:
+    return header_bytes(world) + max(1, world - 1) * SLOTS * slot
+
+
+def random_messages(rng: random.Random, world: int, most: int, density: float) -> list[tuple[int, int, torch.Tensor]]:
+    """(sender, receiver, bytes), bytes being what is sent."""
+    messages = []
+    for _ in range(rng.randint(0, 3 * world)):
+        sender, receiver = rng.sample(range(world), 2) if world > 1 else (0, 0)
+        if rng.random() < density:
+            size = rng.choice([0, 1, 3, ALIGNMENT, rng.randint(1, most)])
+            messages.append((sender, receiver, torch.randint(0, 256, (size,), dtype=torch.uint8)))
+    return messages
+
+
+def play(group: Group, messages: list, *, relayed: list = (), early: bool = False) -> list:
+    """One exchange on all ranks. Sources are filled by computation queued just before it and destroyed after
+    ``wait()``; destinations are spoilt by computation queued before they are named. Returns what was wrong, once it
+    has run."""
+    wrong: list[str] = []
+    started = []
+    for rank, (device, exchange) in enumerate(zip(group.devices, group.exchanges, strict=True)):
+        checks, sends, receives = [], [], []
+        for sender, receiver, data in messages:
+            if rank == receiver:
+                into = torch.zeros_like(data)
+                device.call(device.compute, lambda into=into: into.fill_(0xEE))
+                receives.append((sender, into))
+                checks.append((into, data))
+        then = ([], [])
+        for first, over, last in relayed:
+            data = messages[first][2]
+            if rank == messages[first][1] == over:
+                place = [m for m in range(len(messages)) if messages[m][1] == rank].index(first)
+                then[0].append((last, receives[place][1]))
+            if rank == last:
+                into = torch.zeros_like(data)
+                device.call(device.compute, lambda into=into: into.fill_(0xDD))
+                then[1].append((over, into))
+                checks.append((into, data))
+        expected = None
+        sends_any = any(sender == rank and len(data) for sender, _, data in messages)
+        if early:
+            expected = exchange.expect(receives, sends=sends_any)
+            other = torch.zeros(100)
+            device.call(device.compute, lambda other=other: other.add_(1))  # tasks at home
+        for sender, receiver, data in messages:
+            if rank == sender:
+                source = torch.full_like(data, 0xAA)
+                device.call(device.compute, lambda source=source, data=data: source.copy_(data))
+                sends.append((receiver, source))
+        if expected is not None:
+            pending = expected.start(sends)
+        else:
+            pending = exchange.start(sends, receives, then if relayed else None)
+        started.append((device, pending, sends, checks, rank))
+        group.alive.append((sends, receives, then, checks))
+    for device, pending, sends, checks, rank in started:
+        pending.wait()
+
+        def look(checks=checks, sends=sends, rank=rank) -> None:
+            for into, data in checks:
+                if not torch.equal(into, data):
+                    wrong.append(f"rank {rank}: {int((into != data).sum())} of {len(data)} bytes differ")
+            for _, source in sends:
+                source.fill_(0x77)
+
+        device.call(device.compute, look)
+        pending.wait()  # again: nothing
+    return wrong
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("pack_beside", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_exchanges(seed: int, single: bool, pack_beside: bool) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    world = rng.randint(2, 6)
+    slot = ALIGNMENT * rng.choice([1, 2, 7])
+    group = Group(world, staging(world, slot), single, pack_beside)
+    wrong = []
+    for _ in range(25):
+        messages = random_messages(rng, world, 25 * slot, rng.choice([0.3, 1.0]))
+        relayed = []
+        if rng.random() < 0.5:
+            for first, (_, over, _) in enumerate(messages):
+                others = [r for r in range(world) if r != over]
+                if rng.random() < 0.4:
+                    relayed.append((first, over, rng.choice(others)))
+        early = not relayed and rng.random() < 0.5
+        wrong.append(play(group, messages, relayed=relayed, early=early))
+        if rng.random() < 0.3:
+            run_all(group.devices, rng)
+    run_all(group.devices, rng)
+    assert [w for w in wrong if w] == []
+
+
+def test_counts_wrap_around() -> None:
+    group = Group(2, staging(2, ALIGNMENT), single=False)
+    near = 2**32 - 5
+    for rank, exchange in enumerate(group.exchanges):
+        other = 1 - rank
+        exchange._slots._packed[other] = exchange._slots._pulled[other] = near
+        for which in (0, 1):
+            group.devices[rank].write(group.devices[rank].compute, exchange._flag(rank, which, other), near)
+    rng = random.Random(0)
+    run_all(group.devices, rng)
+    wrong = []
+    for _ in range(6):
+        messages = [(0, 1, torch.randint(0, 256, (5 * ALIGNMENT,), dtype=torch.uint8))]
+        messages += [(1, 0, torch.randint(0, 256, (3 * ALIGNMENT,), dtype=torch.uint8))]
+        wrong += play(group, messages)
+    run_all(group.devices, rng)
+    assert wrong == [] and group.exchanges[0]._slots._packed[1] > 2**32
+
+
+def test_pull_does_not_wait_for_what_is_queued_after_the_destinations_were_named() -> None:
+    group = Group(2, staging(2, 4 * ALIGNMENT), single=False)
+    giver, server = group.devices
+    into, data = torch.zeros(700, dtype=torch.uint8), torch.randint(1, 256, (700,), dtype=torch.uint8)
+    expected = group.exchanges[0].expect([(1, into)], sends=False)
+    giver.compute.queue.append(lambda: False)  # a task at home that does not end
+    pending = expected.start([])
+    group.exchanges[1].start([(0, data)], []).wait()
+    with pytest.raises(AssertionError, match="deadlock"):
+        run_all(group.devices, random.Random(0))
+    assert torch.equal(into, data)
+    del pending, server
+
+
+def test_a_missing_peer_can_be_given_up() -> None:
+    group = Group(3, staging(3, ALIGNMENT), single=False)
+    into = torch.zeros(100, dtype=torch.uint8)
+    group.exchanges[0].start([(1, torch.zeros(20 * ALIGNMENT))], [(2, into)]).wait()
+    with pytest.raises(AssertionError, match="deadlock"):
+        run_all(group.devices, random.Random(0))
+    group.exchanges[0].release()
+    run_all(group.devices, random.Random(0))
+
+
+def test_nothing_to_do_queues_nothing() -> None:
+    group = Group(2, staging(2, ALIGNMENT), single=False)
+    group.exchanges[0].start([(1, torch.zeros(0))], []).wait()
+    group.exchanges[0].expect([], sends=False).start([]).wait()
+    assert all(len(stream.queue) <= 1 for stream in group.devices[0].all)  # an event at most
+
+
+def test_errors_name_what_was_given() -> None:
+    group = Group(2, staging(2, ALIGNMENT), single=False)
+    with pytest.raises(ValueError, match="contiguous"):
+        group.exchanges[0].start([(1, torch.zeros(4, 4).t())], [])
+    with pytest.raises(ValueError, match="sends=True"):
+        group.exchanges[0].expect([], sends=False).start([(1, torch.zeros(4))])
+    with pytest.raises(ValueError, match="too small for 2 ranks"):
+        PeerCopyExchange(group.devices[0], 0, [0, 0], header_bytes(2) + 100, timeout=None)
+    with pytest.raises(ValueError, match="multiple of"):
+        PeerSlots(100, 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_hold_every_byte_once(seed: int) -> None:
+    rng = random.Random(seed)
+    slot = ALIGNMENT * rng.randint(1, 5)
+    messages = [(i, rng.randint(1, 6 * slot)) for i in range(rng.randint(0, 8))]
+    covered = {i: 0 for i, _ in messages}
+    for chunk in cut(messages, slot):
+        at = 0
+        for piece in chunk:
+            assert piece.start == covered[piece.message] and piece.size > 0
+            assert piece.at >= at and piece.at % ALIGNMENT == 0 and piece.at + piece.size <= slot
+            at = piece.at + piece.size
+            covered[piece.message] += piece.size
+    assert covered == dict(messages)
+
+
+def test_both_sides_number_chunks_alike() -> None:
+    rng = random.Random(3)
+    here, there = PeerSlots(ALIGNMENT, 2), PeerSlots(ALIGNMENT, 2)
+    for _ in range(20):
+        sizes = [rng.randint(0, 900) for _ in range(3)]
+        packs = here.operations([(1, s) for s in sizes], [])
+        pulls = there.operations([], [(0, s) for s in sizes])
+        assert [(op.number, op.round, op.pieces) for op in packs] == [(op.number, op.round, op.pieces) for op in pulls]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of whole steps, as it is run: two CPU ranks under torchrun, tiny sizes; and its parts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepspeed_distca.layout import LENGTH
+from tests.distributed.harness import ROOT, run_ranks
+
+TINY = ["--hidden", "256", "--head-dim", "32", "--tokens", "512", "--layers", "1", "--vocabulary", "256"]
+VARIANTS = ("plain", "distca local_first tol 0.005", "ulysses")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The benchmark's modules, importable as the script imports them."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from steps import batches, report
+
+    return batches, report
+
+
+def launch(*arguments: object) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(ROOT / "benchmarks" / "step_time.py"), *TINY, *map(str, arguments)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=150, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+def test_all_variants_have_the_same_loss_and_a_row_each(tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("raw.json", "report.md", "trace.json.gz")}
+    options = ["--mixes", "long|short", "--workloads", "pretrain:1:shuffled", "--overlap", "local_first"]
+    options += ["--tolerance", 0.005, "--steps", 2, "--warm-up", 0, "--budget-seconds", 600]
+    options += ["--json", files["raw.json"], "--save", files["report.md"], "--timeline", files["trace.json.gz"]]
+    printed = launch(*options)
+    raw = json.loads(files["raw.json"].read_text())
+    assert list(raw["batches"]) == ["long|short", "pretrain:shuffled #0"] and raw["notes"] == []
+    for rows in raw["batches"].values():
+        assert tuple(rows) == VARIANTS
+        for row in rows.values():
+            assert row["loss"] == pytest.approx(rows["plain"]["loss"], rel=1e-4)
+            assert np.shape(row["steps"]) == (2, 2, 3)
+            assert row["ms"] >= max(row["attention_ms"]) > 0
+        assert rows["plain"]["ideal_ms"] <= rows["plain"]["ms"]
+    moved = raw["batches"]["long|short"]["distca local_first tol 0.005"]
+    assert max(moved["exposed_ms"]) > 0 and moved["mib_sent_max"] > 0
+    assert moved["balance_after"] < moved["balance_before"]
+    saved = files["report.md"].read_text()
+    assert saved.startswith("**CPU x2, 20") and "--tolerance 0.005" in saved
+    for variant in VARIANTS:
+        for group in (r"long\|short (1)", "pretrain:shuffled (1)"):
+            assert f"| {group} | {variant} |" in saved and f"| {group} | {variant} |" in printed
+        assert f"| pretrain:shuffled #0 | {variant} |" in saved
+    with gzip.open(files["trace.json.gz"], "rt") as stream:
+        names = {event.get("name") for event in json.load(stream)["traceEvents"]}
+    assert {"forward", "backward", "optimizer"} <= names
+
+
+def test_a_budget_ends_it_with_a_report(tmp_path: Path) -> None:
+    printed = launch("--budget-seconds", 0, "--json", tmp_path / "raw.json", "--variants", "plain", "plain")
+    assert "The budget of 0 s was over in plain" in printed
+    assert json.loads((tmp_path / "raw.json").read_text())["batches"] == {}
+
+
+def test_ulysses_computes_what_plain_does() -> None:
+    lengths = [[61, 3], [1, 31, 30, 2]]
+    shape = dict(q_heads=4, kv_heads=2, head_dim=8)
+    for found in run_ranks("tests.benchmarks.ulysses_worker:errors", 2, lengths=lengths, **shape):
+        assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("spec", ["pretrain:3", "prolong:2:shuffled", "pretrain:2:whole:shuffled=7"])
+@pytest.mark.parametrize(("world", "tokens"), [(1, 65536), (2, 65536), (3, 1000), (4, 65536), (8, 65536)])
+def test_workloads_fill_every_rank_exactly(steps, spec: str, world: int, tokens: int) -> None:
+    batches, _ = steps
+    found = batches.workload(spec, world, tokens, 131072)
+    assert len(found) == int(spec.split(":")[1]) and len({b.name for b in found}) == len(found)
+    for batch in found:
+        assert batch.layout.validate().tokens.tolist() == [tokens] * world
+        assert batch.whole == ("whole" in spec and world > 1)
+        assert batch.whole or all(s.start == 0 for rank in range(world) for s in batch.layout.rank(rank))
+        targets = sum(batch.inputs(rank, 100, "cpu")["num_targets"] for rank in range(world))
+        assert batch.targets() == targets
+
+
+def test_workloads_are_the_sampled_documents_cut_at_ranks_ends(steps) -> None:
+    from workloads.sampling import layouts
+
+    batches, _ = steps
+    for mine, theirs in zip(
+        batches.workload("prolong:3:whole", 4, 65536, 131072),
+        layouts("prolong", context=131072, servers=4, tokens=65536, batches=3),
+        strict=True,
+    ):
+        assert mine.layout == theirs
+    cut = batches.workload("prolong:3", 4, 65536, 131072)[2]
+    assert cut.layout.segments[:, LENGTH].tolist() == theirs.segments[:, LENGTH].tolist()
+
+
+@pytest.mark.parametrize("spec", ["pretrain", "books:3", "pretrain:0", "pretrain:3:sorted", "pretrain:3:shuffled=x"])
+def test_other_workloads_are_refused(steps, spec: str) -> None:
+    with pytest.raises(ValueError, match=r"expected pretrain\|prolong:BATCHES"):
+        steps[0].workload(spec, 2, 65536, 131072)
+
+
+def test_shares_of_the_ideal(steps) -> None:
+    _, report = steps
+
+    def row(ms: float, attention: list[float], loss: float = 2.0) -> dict:
+        return {"ms": ms, "attention_ms": attention, "exposed_ms": None, "loss": loss, "kernel": "some",
+                "mib_sent_max": 0.0, "mib_sent_mean": 0.0}  # fmt: skip
+
+    results = report.Results({})
+    results.add("mix", "mix #0", "plain", row(1000.0, [500.0, 100.0]))  # ideal 800
+    results.add("mix", "mix #0", "other", row(850.0, [300.0, 300.0], loss=2.02))
+    results.add("mix", "mix #1", "plain", row(1000.0, [500.0, 490.0]))  # 5 ms to gain: too few to count
+    results.add("mix", "mix #1", "other", row(1010.0, [495.0, 495.0]))
+    first, second = (results.rows[f"mix #{i}"]["other"] for i in range(2))
+    assert results.rows["mix #0"]["plain"]["ideal_ms"] == 800.0
+    assert first["share_of_ideal"] == pytest.approx(0.75) and first["of_plain"] == pytest.approx(0.85)
+    assert first["loss_difference"] == pytest.approx(0.01)
+    assert second["share_of_ideal"] is None and second["of_plain"] == pytest.approx(1.01)
+    line = next(line for line in results.summary().splitlines() if "other" in line)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    together = round(100 * (150 - 10) / (200 + 5))
+    assert cells[:6] == ["mix (2)", "other", "930.0", "0.930, 1.010", "75% (1)", f"{together}%"]
+    assert cells[7] == "1.34 → 1.00"
+
+    results.memory["other"] = {"peak_gib": [60.0, 61.5], "left_gib": [0.0, 0.25], "growth_gib": [0.0, 1.0]}
+    assert "| other | 60.00–61.50 | 0.25 | 1.00 |" in results.memory_table()

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on every rank of test_exchange_choice.py: what ranks agree on where peer copies cannot be had."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_distca.attention_server import exchange_choice
+from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
+
+
+def agree() -> dict:
+    """What this rank learns of its own and others' problems, and which exchange it gets."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank, cpu, group = dist.get_rank(), torch.device("cpu"), dist.group.WORLD
+    found = {
+        "none": exchange_choice._agree(group, cpu, ""),
+        "one": exchange_choice._agree(group, cpu, "no link" if rank == 1 else ""),
+        "long": exchange_choice._agree(group, cpu, "ä" * 1000 if rank == 2 else ""),
+        "all": exchange_choice._agree(group, cpu, f"problem {rank}"),
+    }
+    state: dict = {}
+    exchange_choice._places(group, torch.device("cpu", rank), state)
+    found["nodes"] = len({tuple(place[:2]) for place in state["places"]})
+    found["devices"] = [place[2] for place in state["places"]]
+
+    def gather(group, device, mine):
+        return gathered(group, cpu, mine)
+
+    gathered = exchange_choice._gather
+    with mock.patch.object(exchange_choice, "_gather", gather):
+        for name, kind in (("asked", "peer_copy"), ("some", "peer_copy" if rank else "nccl"), ("nobody", None)):
+            exchange = exchange_choice.make_exchange(
+                kind, group, torch.device("cuda", rank), timeout=10, staging_mib=1
+            )
+            found[name] = type(exchange).__name__
+    os.environ.pop("TORCH_SYMM_MEM_DISABLE_MULTICAST", None)
+    with exchange_choice._without_multicast():
+        found["inside"] = os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"]
+    found["outside"] = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    # Whatever was agreed, messages still travel.
+    exchange, into = PeerToPeerExchange(group), torch.zeros(3)
+    expected = exchange.expect([((rank - 1) % 3, into)], sends=True)
+    expected.start([((rank + 1) % 3, torch.full((3,), float(rank)))]).wait()
+    found["arrived"] = into.tolist()
+    return found

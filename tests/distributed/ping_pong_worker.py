@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on every rank of test_ping_pong.py: two nano-batches against documents run alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from datetime import timedelta
+from unittest import mock
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import safe_get_full_grad
+
+import deepspeed_distca
+from deepspeed_distca.attention_server import overlap
+from deepspeed_distca.attention_server.core_attention import LayerPlan
+from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
+from deepspeed_distca.attention_server.kernels import make_kernel
+from deepspeed_distca.attention_server.nano_batches import has_crossing, nano_layer_plan, row_cuts
+from deepspeed_distca.attention_server.overlap import NanoPair, PingPongPlan
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.statistics import TimedKernel
+from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.data.from_layout import batch_from_layout
+from deepspeed_distca.integrations.turns import Turns
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.relays import RelayRule
+from tests.distributed import model_families, models_worker
+from tests.distributed.core_attention_worker import _one
+from tests.distributed.engine_worker import documents_of, ds_config, reference, tiny_llama
+from tests.distributed.operation_order import recorded
+from tests.distributed.random_plans import random_layout, random_tasks
+
+CPU = torch.device("cpu")
+
+
+def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
+    """Random plans in two nano-batches with random cuts: see ``core_attention_worker.check``. And how many layouts had
+    a document whose first half needs keys of another's second half, as "crossing"."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    exchange = PeerToPeerExchange(dist.group.WORLD)
+    kernel = make_kernel("reference")
+    names = ("out", "lse", "dq", "dk", "dv")
+    worst = dict.fromkeys((*names, *(f"{name}_ratio" for name in names), "relayed", "crossing", "shared"), 0.0)
+    for case in range(cases):
+        rng = np.random.default_rng((seed, case))
+        spec = AttentionSpec(
+            scale=float(rng.uniform(0.1, 0.5)),
+            window=None if rng.random() < 0.6 else int(rng.integers(1, 40)),
+            softcap=None if rng.random() < 0.7 else 5.0,
+        )
+        layout = random_layout(rng, world, documents=int(rng.integers(1, 7)), longest=int(rng.integers(1, 80)))
+        cuts = row_cuts(layout, granularity=int(rng.choice([1, 8])))
+        if rng.random() < 0.7:
+            cuts = np.array([int(rng.integers(0, n + 1)) for n in layout.tokens], dtype=np.int64)
+        crossing = has_crossing(layout, cuts)
+        worst["crossing"] += crossing
+        plans = []
+        for _ in range(2):  # forward and backward follow different plans
+            tasks = random_tasks(rng, layout, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9, 1.0])))
+            compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
+            worst["relayed"] += len(compiler.relayed())
+            plans.append(ServerPlan(compiler.rank(rank), lambda t: t.q_len * t.k_len))
+        layer = nano_layer_plan(*plans, exchange, cuts, spec.window, crossing)
+        worst["shared"] += len(layer.backward.parts[0].shared)
+        ping_pong = PingPongPlan(int(cuts[rank]), int(layout.tokens[rank]), {spec.window: layer}, lambda *_: kernel)
+        shape = *[(4, 2), (2, 2), (3, 1)][int(rng.integers(3))], *[(8, 8), (16, 8)][int(rng.integers(2))]
+        plan = LayerPlan(*plans, exchange, local_first=True)
+
+        def attend(q, k, v, plan, spec, kernel, ping_pong=ping_pong):
+            return in_two(q, k, v, ping_pong, spec)
+
+        _one(layout, plan, spec, kernel, rank, shape, rng, worst, getattr(torch, dtype), attend)
+    dist.barrier()
+    return worst
+
+
+def in_two(q, k, v, ping_pong: PingPongPlan, spec: AttentionSpec):
+    """Core attention of a rank's rows by two nano-batches, as two halves of a model would ask for it."""
+    turns = Turns(CPU)
+    pair = NanoPair(ping_pong, turns.hand_over)
+
+    def half(nano: int):
+        rows = slice(0, ping_pong.cut) if nano == 0 else slice(ping_pong.cut, None)
+        real = len(q[rows])
+        given = [t[rows] if real else torch.cat([t[:0], t.new_zeros((1, *t.shape[1:]))]) for t in (q, k, v)]
+        out, lse = pair.plans[nano].attend(*given, spec)
+        out, lse = out[:real], lse[:, :real]
+        return (out, lse) if nano else tuple(pair.close([out, lse]))
+
+    (out_0, lse_0), (out_1, lse_1) = turns.run(lambda: half(0), lambda: half(1))
+    return torch.cat([out_0, out_1]), torch.cat([lse_0, lse_1], dim=1)
+
+
+def train_cases(cases: list[dict]) -> list[dict]:
+    """Each case: a step of a tiny Llama in two nano-batches against its documents run alone; see ``train_once``."""
+    deepspeed.init_distributed("gloo")
+    return [train_once(**case) for case in cases]
+
+
+def train_once(
+    layouts: list,
+    *,
+    zero: int = 1,
+    checkpointing: bool = False,
+    seed: int = 0,
+    frozen: str = "",
+    model: dict | None = None,
+    servers: int | None = None,
+) -> dict:
+    """Loss and gradients of the second step over the layouts (one per micro-batch). The first step, with a learning
+    rate of 0, begins with the forward that runs whole.
+
+    Args:
+        frozen: parameters whose name contains it are not trained.
+        model: options of the model's configuration.
+        servers: of a group, if not all ranks.
+    """
+    rng = np.random.default_rng(seed)
+    layouts = [Layout.from_ranks(ranks).validate() for ranks in layouts]
+    batches = [documents_of(layout, rng) for layout in layouts]
+    options = model or {}
+    expected_loss, expected = reference(tiny_llama(seed, **options), batches)
+    engine = engine_of(zero, len(layouts), checkpointing, seed, frozen, options, servers=servers)
+    parts = [rank_batch(d, layout, servers) for d, layout in zip(batches, layouts, strict=True)]
+    step_targets = sum(part["num_targets"] for part in parts)
+    losses, splits, gradients = [], [], {}
+    for step in range(2):
+        for index, part in enumerate(parts):
+            output = engine(**part, step_targets=step_targets)
+            splits.append(engine.distca._ping_pong.split)
+            if step:
+                losses.append(output.loss.detach())
+            engine.backward(output.loss)
+            if step and index == len(parts) - 1:
+                trained = {n for n, p in engine.module.named_parameters() if p.requires_grad}
+                expected = {n: g for n, g in expected.items() if n in trained}
+                gradients = full_gradients(engine, trained)
+            engine.step()
+    total = torch.stack(losses).mean()
+    dist.all_reduce(total)
+    error, parameter = models_worker.worst_error(expected, gradients)
+    return {
+        "loss": float(total) / dist.get_world_size(),
+        "expected": expected_loss,
+        "gradient_error": error,
+        "parameter": parameter,
+        "splits": splits,
+        "logits": list(output.logits.shape),
+    }
+
+
+def rank_batch(documents: dict[int, list[int]], layout: Layout, servers: int | None) -> dict:
+    """This rank's batch; with groups of servers each rank describes its own documents."""
+    rank = dist.get_rank()
+    batch = batch_from_layout(documents, layout, rank)
+    if servers:
+        batch["layout"] = Layout.from_lengths([[s.length for s in layout.rank(rank)]])
+    return batch
+
+
+def full_gradients(engine, names: set[str]) -> dict[str, torch.Tensor]:
+    """Averaged gradients of these parameters, before the optimizer's step."""
+    chosen = {n: p for n, p in engine.module.named_parameters() if n in names}
+    if engine.zero_optimization_stage() == 0:
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in chosen.items()}
+    return {n: safe_get_full_grad(p).clone() for n, p in chosen.items()}
+
+
+def engine_of(
+    zero: int,
+    accumulation: int = 1,
+    checkpointing: bool = False,
+    seed: int = 0,
+    frozen: str = "",
+    options=None,
+    **block,
+):
+    """An engine of a tiny Llama in two nano-batches that learns nothing; ZeRO-3 frees parameters after every use."""
+    llama = tiny_llama(seed, **(options or {}))
+    for name, parameter in llama.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in name)
+    if checkpointing:
+        llama.gradient_checkpointing_enable({"use_reentrant": False})
+    config = ds_config(zero, accumulation, {"granularity": 8, "overlap": "ping_pong", **block}, lr=0.0)
+    if zero == 3:
+        config["zero_optimization"] |= dict.fromkeys(
+            ("stage3_param_persistence_threshold", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"), 0
+        )
+    config["distca"] = {key: value for key, value in config["distca"].items() if value is not None}
+    engine, *_ = deepspeed.initialize(model=llama, config=config)
+    engine.train()
+    return engine
+
+
+def families(names: list[str], zero: int = 0, checkpointing: bool = False) -> list[dict]:
+    """Many small decoders: errors of the second step, in two nano-batches, against documents run alone."""
+    deepspeed.init_distributed("gloo")
+    results = []
+    for seed, name in enumerate(names):
+        try:
+            results.append(_family(name, seed, zero, checkpointing))
+        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            # The other rank meets the same; the test names all families that fail, not the first.
+            results.append({"name": name, "error": f"{type(error).__name__}: {error}"})
+    return results
+
+
+def _family(name: str, seed: int, zero: int, checkpointing: bool) -> dict:
+    model = model_families.build(*model_families.EXACT[name], seed)
+    layout = Layout.from_ranks(models_worker.LAYOUT).validate()
+    documents = documents_of(layout, np.random.default_rng(seed))
+    expected_loss, expected = reference(copy.deepcopy(model), [documents])
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    config = ds_config(zero, 1, {**models_worker.DISTCA, "overlap": "ping_pong"}, lr=0.0)
+    if zero == 3:  # parameters are freed after their use, and modules of experts are looked into
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "leaf_module": {"classes": []}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.train()
+    batch = batch_from_layout(documents, layout, dist.get_rank())
+    for _ in range(2):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        given = full_gradients(engine, set(expected))
+        engine.step()
+    error, parameter = models_worker.worst_error(expected, given)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return {
+        "name": name,
+        "split": engine.distca._ping_pong.split,
+        "loss_error": abs(float(total) / dist.get_world_size() - expected_loss),
+        "gradient_error": error,
+        "parameter": parameter,
+    }
+
+
+def record(layout: list, zero: int = 1, checkpointing: bool = False) -> dict:
+    """What happens in the third step, in order: ``events`` as (what, phase, stage, nano-batch), where what is "start"
+    or "wait" of an exchange, "tasks" or "linear". Exchanges in which this rank has nothing to send or receive are left
+    out; ``calls`` has every stage. And ZeRO-3's parameters that are there after each layer's backward, and how often
+    its trace was thrown away in that step."""
+    deepspeed.init_distributed("gloo")
+    engine = engine_of(zero, checkpointing=checkpointing, options={"num_hidden_layers": 4})
+    ranks = Layout.from_ranks(layout).validate()
+    documents = documents_of(ranks, np.random.default_rng(0))
+    batch = batch_from_layout(documents, ranks, dist.get_rank())
+    log = _Log(engine)
+    for step in range(3):
+        with log.of(engine) if step == 2 else nullcontext():
+            loss = engine(**batch).loss
+            engine.backward(loss)
+        engine.step()
+    return {"events": log.events, "calls": log.calls, "available": log.available, "lost_traces": log.lost_traces}
+
+
+class _Log:
+    """Records a step of an engine in two nano-batches."""
+
+    def __init__(self, engine) -> None:
+        self.events: list[tuple] = []
+        self.calls: list[tuple] = []
+        self.available: list[int] = []
+        self.lost_traces = 0
+        self._stage: tuple = ("", "", None)
+        self._parameters = list(engine.module.parameters())
+
+    @contextmanager
+    def of(self, engine) -> Iterator[None]:
+        """While it lasts everything is recorded."""
+        cut = engine.distca._ping_pong
+        handles = []
+        for module in engine.module.model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                forward = lambda *_: self.events.append(("linear", "forward", "", cut.running))  # noqa: E731
+                handles.append(module.register_forward_hook(forward))
+                handles.append(module.register_full_backward_hook(self._linear_backward))
+        with ExitStack() as stack:
+            for owner, phase in ((overlap._Forward, "forward"), (overlap._Backward, "backward")):
+                for stage in ("dispatch", "serve", "collect" if phase == "forward" else "gradients"):
+                    stack.enter_context(_around(owner, stage, functools.partial(self._in_stage, phase, stage)))
+            for name in ("forward", "backward"):
+                stack.enter_context(_around(TimedKernel, name, self._tasks))
+            stack.enter_context(_around(PeerToPeerExchange, "start", self._start))
+            stack.enter_context(_around(PartitionedParameterCoordinator, "_invalidate_trace", self._lost))
+            yield
+        for handle in handles:
+            handle.remove()
+
+    def _in_stage(self, phase: str, stage: str, function, owner, nano: int, *arguments):
+        self.calls.append((phase, stage, nano))
+        before, self._stage = self._stage, (phase, stage, nano)
+        self._sizes = getattr(self, "_sizes", {})
+        if (phase, stage) == ("forward", "dispatch"):
+            self._sizes[len(arguments[0])] = nano
+        result = function(owner, nano, *arguments)
+        self._stage = before
+        if (phase, stage, nano) == ("backward", "gradients", 0):
+            self.available.append(
+                sum(getattr(p, "ds_status", None) == ZeroParamStatus.AVAILABLE for p in self._parameters)
+            )
+        return result
+
+    def _linear_backward(self, module, grad_input, grad_output) -> None:
+        # The nano-batches differ in length, which tells them apart.
+        self.events.append(("linear", "backward", "", self._sizes[grad_output[0].shape[1]]))
+
+    def _tasks(self, function, *arguments, **keywords):
+        self.events.append(("tasks", *self._stage))
+        return function(*arguments, **keywords)
+
+    def _start(self, function, owner, sends, receives, *then):
+        pending, stage = function(owner, sends, receives, *then), self._stage
+        if not sends and not receives:
+            return pending
+        self.events.append(("start", *stage))
+        log, waited = self.events, []
+
+        class Waited:
+            def wait(self) -> None:
+                if not waited:
+                    waited.append(True)
+                    log.append(("wait", *stage))
+                pending.wait()
+
+        return Waited()
+
+    def _lost(self, function, *arguments):
+        self.lost_traces += 1
+        return function(*arguments)
+
+
+def _around(owner, name: str, wrapper):
+    """Patches a method: `wrapper` is called with the original before the method's own arguments."""
+    original = getattr(owner, name)
+    return mock.patch.object(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+
+def refusals() -> dict:
+    """What is refused, in which words; and what is left after detach()."""
+    deepspeed.init_distributed("gloo")
+    rank = dist.get_rank()
+    batch = packed_batch([[100], [20, 30, 50]][rank])
+    found = {}
+
+    engine = engine_of(1)
+    engine.module.gradient_checkpointing_enable({"use_reentrant": True})
+    found["reentrant"] = _refused(engine, batch)
+
+    engine = engine_of(1, checkpointing=True)
+    for layer in engine.module.model.layers:
+        layer._gradient_checkpointing_func = deepspeed.checkpointing.checkpoint
+    engine.backward(engine(**batch).loss)  # whole: nothing is wrong with it
+    engine.step()
+    found["deepspeed"] = _refused(engine, batch)
+
+    pipeline = object.__new__(PipelineEngine)  # as far as it is looked at
+    pipeline.__dict__ |= {"_modules": {}, "module": None}
+    try:
+        deepspeed_distca.attach(pipeline, {"overlap": "ping_pong"})
+    except ValueError as error:
+        found["pipeline"] = str(error)
+
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+    rope |= {"original_max_position_embeddings": 64, "factor": 2.0}
+    try:
+        engine_of(1, options={"rope_parameters": rope})
+    except ValueError as error:
+        found["longrope"] = str(error)
+    try:
+        model = model_families.build(*model_families.EXACT["Mixtral"])
+        deepspeed.initialize(model=model, config=ds_config(3, 1, {"overlap": "ping_pong"}))
+    except ValueError as error:
+        found["leaf"] = str(error)
+
+    engine = engine_of(1)
+    bad = {"input_ids": torch.zeros(1, 8, dtype=torch.int64), "position_ids": torch.zeros(3, 1, 8, dtype=torch.int64)}
+    found["bad first input"] = _refused(engine, bad if rank == 0 else batch)
+    found["splits afterwards"] = []
+    for _ in range(2):
+        engine.backward(engine(**batch).loss)
+        engine.step()
+        found["splits afterwards"].append(engine.distca._ping_pong.split)
+
+    plain = deepspeed.initialize(model=tiny_llama(), config=ds_config(3, 1, None))[0]
+    engine = engine_of(3)
+    for _ in range(2):
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    engine.eval()
+    plain.eval()
+    tokens = torch.randint(0, 97, (2, 11), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = plain(input_ids=tokens, use_cache=False).logits
+        found["evaluation_error"] = float((engine(input_ids=tokens).logits - expected).abs().max())
+        generated = [e.module.generate(tokens, max_new_tokens=4, do_sample=False) for e in (engine, plain)]
+        found["generated_same"] = bool(torch.equal(*generated))
+    assert "forward" in engine.module.model.__dict__
+    engine.distca.detach()
+    found["restored"] = "forward" not in engine.module.model.__dict__
+    hooks = lambda e: sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in e.module.modules())  # noqa: E731
+    found["hooks_left"] = hooks(engine) - hooks(plain)
+    return found
+
+
+def _refused(engine, batch: dict) -> str:
+    try:
+        engine(**batch)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "not refused"
+
+
+def packed_batch(lengths: list[int], seed: int = 0) -> dict:
+    rng = np.random.default_rng((seed, *lengths))
+    return deepspeed_distca.PackedSequenceCollator()([{"input_ids": rng.integers(0, 97, size=n)} for n in lengths])
+
+
+def outputs() -> dict:
+    """A batch of three rows through a model of experts that returns all it can, whole and in two nano-batches: the
+    largest difference of each of its outputs."""
+    deepspeed.init_distributed("gloo")
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(1, 97, (3, 40), generator=generator)
+    # Rank 0 has rows of one document, rank 1 of many; no position ids on rank 0.
+    batch = {"input_ids": ids, "labels": ids}
+    if rank == 1:
+        batch["position_ids"] = torch.arange(40).remainder(8).expand(3, 40)
+    model = model_families.build(*model_families.EXACT["OLMoE"], seed=3)
+    block = {"granularity": 4, "tolerance": 0.0, "overlap": "ping_pong"}
+    engine = deepspeed.initialize(model=model, config=ds_config(1, 1, block, lr=0.0))[0]
+    engine.train()
+    found, split = [], []
+    for _ in range(2):
+        output = engine(**batch, output_hidden_states=True, output_router_logits=True)
+        split.append(engine.distca._ping_pong.split)
+        engine.backward(output.loss)
+        engine.step()
+        found.append(output)
+    errors = {}
+    for key, whole in found[0].items():
+        pairs = zip(whole, found[1][key], strict=True) if isinstance(whole, tuple) else [(whole, found[1][key])]
+        errors[key] = max(float((a - b).detach().abs().max()) if a.shape == b.shape else 1e9 for a, b in pairs)
+    return {"split": split, "errors": errors}
+
+
+def autocast() -> dict:
+    """Losses under DeepSpeed's autocast to bf16."""
+    deepspeed.init_distributed("gloo")
+    batch = packed_batch([[100], [20, 30, 50]][dist.get_rank()])
+    found = {}
+    for overlap_name in ("none", "ping_pong"):
+        block = {"granularity": 8, "overlap": overlap_name}
+        more = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+        engine = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, block, lr=0.0, **more))[0]
+        engine.train()
+        for _ in range(2):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+        found[overlap_name] = float(loss.detach())
+    return {**found, "split": engine.distca._ping_pong.split}
+
+
+def operations(layouts: list, zero: int, checkpointing: bool) -> list[dict]:
+    """The communication of a step in two nano-batches, in the order in which this rank issues it, as JSON; without the
+    agreement on plans, which a thread of its own sees to."""
+    deepspeed.init_distributed("gloo")
+    engine = engine_of(zero, len(layouts), checkpointing, options={"num_hidden_layers": 3})
+    rng = np.random.default_rng(0)
+    layouts = [Layout.from_ranks(ranks).validate() for ranks in layouts]
+    batches = [batch_from_layout(documents_of(layout, rng), layout, dist.get_rank()) for layout in layouts]
+    for step in range(2):
+        with recorded() if step else nullcontext() as recorder:
+            for batch in batches:
+                engine.backward(engine(**batch).loss)
+                engine.step()
+    agreement = engine.distca._groups[1].group_name
+    return [asdict(operation) for operation in recorder.operations if operation.group != agreement]

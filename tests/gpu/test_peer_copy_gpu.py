@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two GPUs, and four: exchange by peer copies is exact, and what it costs beside computation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_distca.attention_server.kernels import installed_kernels
+from tests.distributed.harness import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+worlds = pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(n, marks=pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"needs {n} GPUs"))
+        for n in (2, 4)
+    ],
+)
+
+
+@pytest.mark.timeout(130)
+@worlds
+@pytest.mark.parametrize(("staging_mib", "pack_beside"), [(2, False), (64, False), (2, True)])
+def test_random_messages(world: int, staging_mib: int, pack_beside: bool) -> None:
+    results = run_ranks(
+        "tests.gpu.peer_copy_worker:check",
+        world,
+        timeout=120,
+        accelerator="cuda",
+        staging_mib=staging_mib,
+        pack_beside=pack_beside,
+    )
+    print(results)
+    assert all(result["wrong"] == 0 and result["mib"] > 1 for result in results)
+
+
+@pytest.mark.timeout(210)
+@worlds
+@pytest.mark.parametrize("staging_mib", [3, 128])
+def test_core_attention(world: int, staging_mib: int) -> None:
+    kernel = next(k for k in ("flash_attn_4", "torch_varlen") if k in installed_kernels())
+    results = run_ranks(
+        "tests.gpu.core_attention_worker:check",
+        world,
+        timeout=200,
+        accelerator="cuda",
+        kernel=kernel,
+        exchange="peer_copy",
+        staging_mib=staging_mib,
+    )
+    for rank, cases in enumerate(results):
+        for case in cases:
+            print(rank, case)
+            for name in ("out", "dq", "dk", "dv"):
+                assert case[name] <= 1e-2, case
+                assert case[name] <= 1.5 * case[f"{name}_plain"] + 1e-4, case
+
+
+@pytest.mark.timeout(110)
+@worlds
+def test_bench(world: int) -> None:
+    """Prints bandwidth and the slow-down of matrix products; holds peer copies to nothing but being no hindrance."""
+    result = run_ranks("tests.gpu.peer_copy_worker:bench", world, timeout=100, accelerator="cuda")[0]
+    for name, value in result.items():
+        print(f"{name}: {value}")
+    assert result["peer_copy"]["slow-down of the products"] < 0.5

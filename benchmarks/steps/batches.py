@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batches that steps are measured on: hand-made mixes, and the length distributions of arXiv 2510.18121.
+
+Documents of a distribution are packed in order over the ranks and cut at the ranks' ends, each piece a document of its
+own: that is what packed data-parallel training does, and so every variant has the same attention work, less than the
+uncut documents would have. Batches marked "whole" keep documents that continue on other ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from workloads.sampling import NAMES, layouts
+
+from deepspeed_distca.data.from_layout import batch_from_layout
+from deepspeed_distca.layout import DOCUMENT, LENGTH, Layout, Segment
+
+MIXES = ("long|short", "half|short", "even", "short")
+ONE = "one"
+_SHORT = 4096
+_SHUFFLE_SEED = 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents over all ranks, equally many tokens on each.
+
+    Attributes:
+        name: unique among the batches of a run.
+        group: batches that are summed up together.
+        layout: of all ranks.
+        whole: documents continue on other ranks; no work for a rank alone.
+    """
+
+    name: str
+    group: str
+    layout: Layout
+    whole: bool = False
+
+    def targets(self) -> int:
+        """Target tokens of all ranks: every document's but its first."""
+        documents = np.unique(self.layout.segments[:, DOCUMENT]).size
+        return int(self.layout.segments[:, LENGTH].sum()) - documents
+
+    def inputs(self, rank: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
+        """What the engine takes on a rank: random tokens, the same in every variant, and the layout."""
+        generator = torch.Generator().manual_seed(0)
+        ids, counts = np.unique(self.layout.segments[:, DOCUMENT], return_inverse=True)
+        lengths = np.bincount(counts, weights=self.layout.segments[:, LENGTH]).astype(np.int64)
+        tokens = torch.randint(0, vocabulary, (int(lengths.sum()),), generator=generator).numpy()
+        documents = dict(zip(ids.tolist(), np.split(tokens, np.cumsum(lengths)[:-1]), strict=True))
+        batch = batch_from_layout(documents, self.layout, rank)
+        if not self.whole:  # as a collator would have it
+            batch["layout"] = Layout.from_lengths([[s.length for s in self.layout.rank(rank)]])
+        batch["step_targets"] = batch["num_targets"]
+        return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+
+
+def mix(name: str, world: int, tokens: int) -> Batch:
+    """One of MIXES, or ONE: a single document over all ranks.
+
+    Raises:
+        ValueError: tokens that short documents do not divide.
+    """
+    if name == ONE:
+        ranks = [[Segment(0, rank * tokens, tokens)] for rank in range(world)]
+        return Batch(name, name, Layout.from_ranks(ranks).validate(), whole=world > 1)
+    length = min(_SHORT, max(1, tokens // 16))
+    if tokens % length:
+        raise ValueError(f"{tokens} tokens a rank are not a multiple of the short documents' {length}")
+    short, long = [length] * (tokens // length), [tokens]
+    on_even, on_odd = {
+        "long|short": (long, short),
+        "half|short": ([tokens - tokens // 2, tokens // 2], short),
+        "even": (long, long),
+        "short": (short, short),
+    }[name]
+    return Batch(name, name, Layout.from_lengths([on_odd if rank % 2 else on_even for rank in range(world)]))
+
+
+def workload(spec: str, world: int, tokens: int, context: int) -> list[Batch]:
+    """Consecutive batches of a distribution.
+
+    Args:
+        spec: NAME:BATCHES, then ":shuffled" or ":shuffled=SEED" for another order than the published one, and
+            ":whole" for documents that continue on other ranks.
+        context: which the distribution was sampled for. A batch that is no multiple of it takes the documents of the
+            next larger multiple and shortens them in proportion.
+
+    Raises:
+        ValueError: a spec of another form, or more batches than the documents last for.
+    """
+    name, *more = spec.split(":")
+    seed, whole, count = None, False, 0
+    for option in more:
+        key, _, value = option.partition("=")
+        if key.isdigit() and not value:
+            count = int(key)
+        elif key == "shuffled" and (not value or value.isdigit()):
+            seed = int(value or _SHUFFLE_SEED)
+        elif option == "whole":
+            whole = True
+        else:
+            count = 0
+            break
+    if name not in NAMES or count < 1:
+        raise ValueError(f"workload {spec!r}: expected {'|'.join(NAMES)}:BATCHES[:shuffled[=SEED]][:whole]")
+    group = ":".join([name, *(option for option in more if not option.isdigit())])
+    contexts = -(-world * tokens // context)
+    found = list(layouts(name, context=context, servers=1, tokens=contexts * context, batches=count, shuffle=seed))
+    if len(found) < count:
+        raise ValueError(f"workload {spec!r}: the documents last for {len(found)} batches of {world * tokens} tokens")
+    batches = []
+    for index, layout in enumerate(found):
+        spread = _spread([s.length for s in layout.rank(0)], world, tokens)
+        if not whole:
+            spread = Layout.from_lengths([[s.length for s in spread.rank(rank)] for rank in range(world)])
+        batches.append(Batch(f"{group} #{index}", group, spread.validate(), whole and world > 1))
+    return batches
+
+
+def _spread(documents: list[int], world: int, tokens: int) -> Layout:
+    """Documents in order over the ranks, shortened in proportion to fit where they are too long together."""
+    ends = np.cumsum(documents)
+    ends = np.rint(ends * (world * tokens / ends[-1])).astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1]])
+    ranks = []
+    for low in range(0, world * tokens, tokens):
+        here = [(d, max(a, low), min(b, low + tokens), a) for d, (a, b) in enumerate(zip(starts, ends, strict=True))]
+        ranks.append([Segment(d, int(a - start), int(b - a)) for d, a, b, start in here if b > a])
+    return Layout.from_ranks(ranks)

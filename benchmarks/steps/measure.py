@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of the variants, and what their steps take: time, attention, exposed communication, memory, loss."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import deepspeed_distca  # noqa: F401  hooks deepspeed.initialize
+from steps.batches import Batch
+from steps.variants import Variant
+
+GIB, MIB = 2**30, 2**20
+#: At the start of a variant kernels are compiled, communicators set up and the optimizer's state allocated.
+FIRST_WARM_UP = 3
+
+
+class Budget:
+    """A limit of time that all ranks keep alike: rank 0's clock decides."""
+
+    def __init__(self, seconds: float | None, device: torch.device) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._device = device
+
+    def over(self) -> bool:
+        """Collective."""
+        if self._end is None:
+            return False
+        answer = torch.tensor([time.monotonic() > self._end], dtype=torch.int32, device=self._device)
+        dist.broadcast(answer, 0)
+        return bool(answer)
+
+
+def heads(args: argparse.Namespace) -> tuple[int, int, int]:
+    """Query heads, key/value heads, head dimension."""
+    query = args.hidden // args.head_dim
+    return query, max(1, query // 4), args.head_dim
+
+
+def settle(device: torch.device) -> float:
+    """Frees what nobody holds any more; GiB that are still allocated on this rank."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated() / GIB
+
+
+def make_engine(args: argparse.Namespace, variant: Variant, device: torch.device):
+    """A DeepSpeed engine, with the same weights for every variant."""
+    torch.manual_seed(0)
+    query, key_value, head_dim = heads(args)
+    config = LlamaConfig(
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 7 // 2,
+        num_hidden_layers=args.layers,
+        num_attention_heads=query,
+        num_key_value_heads=key_value,
+        head_dim=head_dim,
+        max_position_embeddings=args.tokens * dist.get_world_size(),
+        rope_theta=500000.0,
+        use_cache=False,
+        attn_implementation=variant.attention,
+    )
+    on_gpu = device.type == "cuda"
+    with device:
+        model = LlamaForCausalLM(config).to(torch.bfloat16 if on_gpu else torch.float32)
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": on_gpu},
+        "zero_optimization": {"stage": args.zero},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+        "steps_per_print": 10**9,
+    }
+    if variant.block is not None:
+        settings["distca"] = variant.block
+    return deepspeed.initialize(model=model, config=settings)[0]
+
+
+def destroy(engine, variant: Variant) -> None:
+    """Takes an engine apart; its memory is free once nobody holds it."""
+    if variant.block is not None:
+        engine.distca.detach()
+    else:
+        variant.own.release()
+    engine.destroy()
+
+
+def step(engine, arguments: dict[str, Any]) -> torch.Tensor:
+    """One optimizer step; the loss, detached."""
+    with record_function("forward"):
+        loss = engine(**arguments).loss
+    with record_function("backward"):
+        engine.backward(loss)
+    with record_function("optimizer"):
+        engine.step()
+    return loss.detach()
+
+
+def measure(
+    engine, variant: Variant, batch: Batch, args: argparse.Namespace, warm_up: int, reserved: list[float]
+) -> dict[str, Any]:
+    """Collective: steps on one batch.
+
+    Args:
+        warm_up: steps before `args.steps` measured ones.
+        reserved: gets the reserved memory in GiB after each step, of this rank.
+
+    Returns:
+        "ms", the median of the slowest rank's steps; "steps", [rank][step] of milliseconds (whole step, attention
+        kernels, exposed communication); medians of the latter two by rank; the loss before the last step, mean over
+        ranks; memory by rank; what was planned.
+    """
+    device, rank, on_gpu = engine.device, dist.get_rank(), engine.device.type == "cuda"
+    arguments = variant.arguments(batch, batch.inputs(rank, args.vocabulary, device))
+    own = variant.own
+    if own is not None:
+        own.use(batch, rank)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    taken = []
+    for index in range(warm_up + args.steps):
+        if own is not None:
+            own.timer.reset()
+        if on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        loss = step(engine, arguments)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        if on_gpu:
+            reserved.append(torch.cuda.memory_reserved() / GIB)
+        if index >= warm_up:
+            if own is None:
+                stats = engine.distca.stats
+                taken.append([seconds, stats.server_seconds, stats.exposed_seconds])
+            else:
+                taken.append([seconds, own.timer.seconds, 0.0])
+    by_rank = _gather(torch.tensor(taken, dtype=torch.float64) * 1e3, device)  # [ranks, steps, 3]
+    _, attention, exposed = by_rank.median(1).values.unbind(1)
+    row: dict[str, Any] = {
+        "ms": statistics.median(by_rank[:, :, 0].amax(0).tolist()),
+        "attention_ms": attention.tolist(),
+        "exposed_ms": exposed.tolist() if own is None else None,
+        "loss": float(_gather(loss.double().reshape(1), device).mean()),
+        "steps": by_rank.tolist(),
+    }
+    if on_gpu:
+        memory = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()], dtype=torch.float64)
+        peak, held = (_gather(memory, device) / GIB).unbind(1)
+        row |= {"peak_gib": peak.tolist(), "reserved_gib": held.tolist()}
+    return row | _planned(engine, variant, batch, args)
+
+
+def timeline(engine, variant: Variant, batch: Batch, args: argparse.Namespace, path: Path) -> None:
+    """Collective: a chrome trace of one step, of rank 0."""
+    rank, on_gpu = dist.get_rank(), engine.device.type == "cuda"
+    arguments = variant.arguments(batch, batch.inputs(rank, args.vocabulary, engine.device))
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    step(engine, arguments)  # the batch before was another one
+    if on_gpu:
+        torch.cuda.synchronize()
+    dist.barrier()
+    if rank:
+        step(engine, arguments)
+    else:
+        with profile(activities=activities) as trace:
+            step(engine, arguments)
+            if on_gpu:
+                torch.cuda.synchronize()
+        trace.export_chrome_trace(str(path))
+    dist.barrier()
+
+
+def gather_floats(values: list[float], device: torch.device) -> list[list[float]]:
+    """Collective: the values of every rank, equally many."""
+    return _gather(torch.tensor(values, dtype=torch.float64), device).tolist()
+
+
+def _gather(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """[ranks, *values.shape] on CPU."""
+    mine = values.to(device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone).cpu()
+
+
+def _planned(engine, variant: Variant, batch: Batch, args: argparse.Namespace) -> dict[str, Any]:
+    if variant.own is not None:
+        passes = 3 if args.checkpointing else 2  # forward, again in recomputation, backward
+        element = 2 if engine.device.type == "cuda" else 4
+        sent = variant.own.bytes_sent(batch, args.layers, heads(args), passes, element) / MIB
+        return {"kernel": variant.own.kernel, "mib_sent_mean": sent, "mib_sent_max": sent}
+    stats = engine.distca.stats
+    planning = gather_floats([stats.planning_ms], engine.device)
+    return {
+        "kernel": engine.distca.server.kernel,
+        "balance_before": stats.balance_before,
+        "balance_after": stats.balance_after,
+        "predicted_server_ms": [s * 1e3 for s in stats.predicted_server_seconds],
+        "mib_sent_mean": stats.bytes_sent_mean / MIB,
+        "mib_sent_max": stats.bytes_sent_max / MIB,
+        "planning_ms": max(ms for (ms,) in planning),
+    }

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared: packed data parallelism alone, the plugin, and DeepSpeed-Ulysses, all with the same kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.sequence.layer import DistributedAttention
+from transformers import AttentionInterface
+
+from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
+from deepspeed_distca.attention_server.kernels import select_kernel
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.statistics import DeviceTimer, TimedKernel
+from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.tasks import home_tasks
+from steps.batches import Batch
+
+KINDS = ("plain", "distca", "ulysses")
+#: Overlap that stands for leaving the key out.
+LEFT_OUT = "default"
+
+
+class PlainAttention:
+    """Packed documents on this rank alone, by the plugin's kernel: what the plugin is compared with.
+
+    Attributes:
+        timer: seconds of this rank's attention kernels since its last reset.
+        kernel: the kernel's name, once a layer has run.
+    """
+
+    NAME = "plain_packed"
+
+    def __init__(self) -> None:
+        self.timer = DeviceTimer()
+        self.kernel: str | None = None
+        self._kernels: dict[tuple, TimedKernel] = {}
+        self._plan: LayerPlan | None = None
+        AttentionInterface.register(self.NAME, self)
+
+    def use(self, batch: Batch, rank: int) -> None:
+        """Attends this batch's documents from now on."""
+        self._set([s.length for s in batch.layout.rank(rank)])
+
+    def release(self) -> None:
+        """Keeps nothing of the last batch."""
+        self._plan = None
+
+    def bytes_sent(self, batch: Batch, layers: int, heads: tuple[int, int, int], passes: int, element: int) -> int:
+        """Bytes that a rank sends for attention in a step."""
+        return 0
+
+    def __call__(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
+        out = self._attend(*(t.transpose(1, 2) for t in (query, key, value)), scaling)
+        return out, None
+
+    def _set(self, lengths: Sequence[int]) -> None:
+        layout = Layout.from_lengths([lengths])
+        part = ServerPlan(PlanCompiler(layout, home_tasks(layout)).rank(0), lambda t: t.q_len * t.k_len)
+        self._plan = LayerPlan(part, part, None, False)
+
+    def _attend(self, query, key, value, scaling):
+        """[1, tokens, heads, head_dim] each, and so the result."""
+        q, k, v = (t.flatten(0, 1) for t in (query, key, value))
+        shape = (q.shape[1:], k.shape[1:])
+        if shape not in self._kernels:
+            kernel = select_kernel(
+                None, device=q.device, dtype=q.dtype, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2]
+            )
+            self.kernel = kernel.name
+            self._kernels[shape] = TimedKernel(kernel, self.timer)
+        out, _ = core_attention(q, k, v, self._plan, AttentionSpec(scaling), self._kernels[shape])
+        return out[None]
+
+
+class UlyssesAttention(PlainAttention):
+    """DeepSpeed-Ulysses over all ranks: each attends all documents of the global batch for its share of the heads.
+
+    DeepSpeed's own all-to-alls, but not its sequence-parallel groups: every rank keeps a loss of its own, gradients
+    are averaged over all of them, and so the step computes the same as the others do.
+    """
+
+    NAME = "ulysses_packed"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._distributed = DistributedAttention(self._attend, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+
+    @staticmethod
+    def unfit(world: int, q_heads: int, kv_heads: int) -> str | None:
+        """Why it cannot run, or None."""
+        if world < 2:
+            return "Ulysses is left out: there is one rank only"
+        if q_heads % world or kv_heads % world:
+            return (
+                f"Ulysses is left out: {q_heads} query and {kv_heads} key/value heads do not divide by {world} ranks"
+            )
+        return None
+
+    def use(self, batch: Batch, rank: int) -> None:
+        if batch.whole:  # contiguous over the ranks: storage order is the documents' order
+            order = batch.layout.segments[:, 1]
+            self._set([int(batch.layout.segments[order == d, 3].sum()) for d in dict.fromkeys(order.tolist())])
+        else:
+            self._set([s.length for r in range(batch.layout.num_ranks) for s in batch.layout.rank(r)])
+
+    def bytes_sent(self, batch: Batch, layers: int, heads: tuple[int, int, int], passes: int, element: int) -> int:
+        q_heads, kv_heads, head_dim = heads
+        world = batch.layout.num_ranks
+        rows = int(batch.layout.tokens.max())
+        return layers * passes * rows * 2 * (q_heads + kv_heads) * head_dim * element * (world - 1) // world
+
+    def __call__(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        return self._distributed(q, k, v, 0, None, scaling), None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train.
+
+    Attributes:
+        name: unique in a run.
+        attention: the attention function of the model's configuration.
+        block: the ``distca`` block, or None for DeepSpeed without the plugin.
+        own: the attention that takes the plugin's place, where there is no block.
+    """
+
+    name: str
+    attention: str
+    block: dict[str, Any] | None = None
+    own: PlainAttention | None = None
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether it computes the batch's attention: a rank alone has no documents that continue on others."""
+        return not batch.whole or self.block is not None or isinstance(self.own, UlyssesAttention)
+
+    def arguments(self, batch: Batch, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the engine is called with: without the plugin only the model's own arguments, and the number of targets
+        that makes the mean of the ranks' losses the mean over all targets, as the plugin's is."""
+        if self.block is not None:
+            return inputs
+        tensors = {k: v for k, v in inputs.items() if torch.is_tensor(v)}
+        return {**tensors, "num_items_in_batch": batch.targets() / batch.layout.num_ranks}
+
+
+def make_variants(
+    kinds: Sequence[str],
+    overlaps: Sequence[str],
+    tolerances: Sequence[float] | None,
+    exchanges: Sequence[str] | None = None,
+) -> list[Variant]:
+    """The variants in the order of `kinds`, which are of KINDS; the plugin with every overlap, tolerance and exchange.
+    A kind that is named again is measured again, which tells how steady the machine is."""
+    variants: list[Variant] = []
+    own = {"plain": PlainAttention(), "ulysses": UlyssesAttention()}
+    for kind in kinds:
+        if kind != "distca":
+            variants.append(Variant(kind, own[kind].NAME, None, own[kind]))
+            continue
+        for overlap, tolerance, exchange in product(overlaps, tolerances or [None], exchanges or [None]):
+            block: dict[str, Any] = {"enabled": True}
+            name = f"distca {overlap}"
+            if overlap != LEFT_OUT:
+                block["overlap"] = overlap
+            if tolerance is not None:
+                block["tolerance"] = tolerance
+                name += f" tol {tolerance:g}"
+            if exchange is not None:
+                block["exchange"] = exchange
+                name += f" {exchange}"
+            variants.append(Variant(name, "sdpa", block))
+    seen: dict[str, int] = {}
+    named = []
+    for variant in variants:
+        seen[variant.name] = seen.get(variant.name, 0) + 1
+        again = " again" * (seen[variant.name] - 1)
+        named.append(Variant(variant.name + again, variant.attention, variant.block, variant.own))
+    return named

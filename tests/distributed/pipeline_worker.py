@@ -282,6 +282,10 @@ def refusals(stages: int) -> dict[str, str]:
     windows = defaults({"family": "qwen2", "options": uneven})
     found["windows"] = _message_of(lambda: make_engine(stages, 1, windows))
     found["servers"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"servers": 3}})))
+    weights = {"server_weights": [1, 1]}
+    found["weights"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": weights})))
+    turns = {"overlap": "ping_pong"}
+    found["overlap"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": turns})))
     found["scope"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"pipeline": {"scope": "all"}}})))
     found["option"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"pipeline": {"scopes": 1}}})))
     found["stages"] = _message_of(lambda: make_engine(stages, 1, defaults({"layers": 1})))

@@ -101,8 +101,8 @@ def test_exact_with_frozen_layers_and_in_groups_of_servers() -> None:
 
 @pytest.mark.parametrize("zero, checkpointing", [(0, False), (3, True)])
 def test_every_family_of_decoders_is_exact(zero: int, checkpointing: bool) -> None:
-    # Under ZeRO-3, which takes a second for each, every fourth; all were run once but ERNIE 4.5-MoE, of which DeepSpeed
-    # gives no gradient of a bias that its loss does not depend on.
+    # Under ZeRO-3, which takes a second for each, every fourth; all were run once but ERNIE 4.5-MoE, of which
+    # DeepSpeed gives no gradient of a bias that its loss does not depend on.
     names = [name for name in model_families.EXACT if not (zero and name == "ERNIE 4.5-MoE")][:: 4 if zero else 1]
     options = dict(names=names, zero=zero, checkpointing=checkpointing)
     found = run_ranks(WORKER + "families", 2, timeout=390, **options)[0]

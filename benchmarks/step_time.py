@@ -181,9 +181,14 @@ def about(args: argparse.Namespace, device: torch.device, world: int) -> dict:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "torch": torch.__version__,
         "deepspeed": deepspeed.__version__,
-        "command": shlex.join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        # Names of the files that are written, without the folders of one machine.
+        "command": shlex.join([f"benchmarks/{Path(sys.argv[0]).name}", *(_name(word, args) for word in sys.argv[1:])]),
+        "args": {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()},
     }
+
+
+def _name(word: str, args: argparse.Namespace) -> str:
+    return Path(word).name if Path(word) in (args.json, args.save, args.timeline) else word
 
 
 def report(args: argparse.Namespace, results: Results) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.relays import RelayRule, relays
+from deepspeed_distca.scheduler.relays import DEFAULT_RULE, RelayRule, relays
 
 #: Columns of a run: the other rank, first row at home, first row in the server's workspace, number of rows. A relayed
 #: run has the row in the relay's workspace in place of the one at home.
@@ -94,7 +94,7 @@ class RankPlan:
 class PlanCompiler:
     """Compiles the parts of any rank from one layout and its tasks; what all ranks share is worked out once."""
 
-    def __init__(self, layout: Layout, tasks: np.ndarray, rule: RelayRule = RelayRule()) -> None:  # noqa: B008
+    def __init__(self, layout: Layout, tasks: np.ndarray, rule: RelayRule = DEFAULT_RULE) -> None:
         """Args:
         layout: where the tokens live.
         tasks: int64 [num_tasks, 5], columns (document, q_start, q_end, k_start, server).

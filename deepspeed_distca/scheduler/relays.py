@@ -32,6 +32,9 @@ class RelayRule(NamedTuple):
     factor: int = 4
 
 
+DEFAULT_RULE = RelayRule()
+
+
 def relays(runs: np.ndarray, num_ranks: int, rule: RelayRule) -> np.ndarray:
     """Which runs are sent by another server than their home, and by which.
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import shlex
 import sys
@@ -61,6 +62,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--tolerance", nargs="+", type=float, help="left out: the plugin's default")
     parser.add_argument("--exchange", nargs="+", choices=["nccl", "peer_copy"], help="left out: as the plugin chooses")
+    parser.add_argument("--block", type=json.loads, default={}, help="JSON, more keys for the plugin's variants")
     parser.add_argument("--steps", type=int, default=6, help="measured, on each batch")
     parser.add_argument(
         "--warm-up", type=int, default=3, help="steps before them; a variant's first batch has three more"
@@ -100,7 +102,7 @@ def main() -> None:
     if unfit and "ulysses" in kinds:
         kinds = [kind for kind in kinds if kind != "ulysses"]
         note(results, unfit + ".")
-    variants = make_variants(kinds, args.overlap, args.tolerance, args.exchange)
+    variants = make_variants(kinds, args.overlap, args.tolerance, args.exchange, args.block)
     traced = next((v for v in reversed(variants) if v.block is not None), None)
     for variant in variants:
         complete = run(args, variant, batches, budget, results, device, trace=variant is traced)

@@ -52,6 +52,11 @@ class DistCAConfig(DeepSpeedConfigModel):
     min_shard_tokens: int | None = Field(None, ge=1)
     """ Query rows below which no piece of a document is moved. Left out: one granule. """
 
+    min_gain: float | None = Field(None, ge=0.0, allow_inf_nan=False)
+    """ What balance must save in a layer's forward or backward before rows are moved, as a share of the time of its
+    linear work, both predicted: ranks that exchange rows wait for each other in every layer, and their linear work
+    takes the same time only to about such a share. Left out: 0.02 on GPUs, 0 on CPUs. """
+
     kernel: Literal["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen", "reference"] | None = None
     """ What computes core attention. Left out: the best that is installed and fits the device and data type. """
 
@@ -63,7 +68,8 @@ class DistCAConfig(DeepSpeedConfigModel):
     exchange: Literal["nccl", "peer_copy"] | None = None
     """ How rows travel between GPUs: "nccl", sends and receives over a process group; "peer_copy", copy engines and
     memory that the GPUs of a node share, which takes no multiprocessors from attention. Where "peer_copy" cannot be
-    had on every rank, "nccl" is used and a line says why. Left out: "nccl". """
+    had on every rank, "nccl" is used and a line says why. Left out: "peer_copy" where it can be had, else "nccl";
+    "nccl" with pipelines. """
 
     staging_mib: int = Field(256, ge=1)
     """ MiB of every GPU's memory that `exchange` "peer_copy" sets aside, divided among the other servers; rows beyond

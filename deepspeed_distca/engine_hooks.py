@@ -25,7 +25,7 @@ from deepspeed_distca.attention_server.exchange import exchange_group
 from deepspeed_distca.attention_server.exchange_choice import make_exchange
 from deepspeed_distca.attention_server.kernels import KernelError, select_kernel
 from deepspeed_distca.attention_server.pending import PendingPlan
-from deepspeed_distca.attention_server.runtime import AttentionServer, MicroBatchPlan, PlanOptions
+from deepspeed_distca.attention_server.runtime import AttentionServer, MicroBatchPlan
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
@@ -33,6 +33,7 @@ from deepspeed_distca.integrations.cost_choice import agreed_cost_model
 from deepspeed_distca.integrations.monitor import StepMonitor
 from deepspeed_distca.integrations.ping_pong import PingPong
 from deepspeed_distca.integrations.pipeline.runtime import PipelineRuntime
+from deepspeed_distca.integrations.plan_options import plan_options
 from deepspeed_distca.integrations.transformers import (
     DecoderHooks,
     Description,
@@ -125,9 +126,7 @@ class Runtime:
             )
         server_groups = [g[i : i + servers] for g in rank_groups for i in range(0, len(g), servers)]
         weights = _server_weights(config, len(mine), servers, mine.index(dist.get_rank()))
-        options = PlanOptions(
-            config.tolerance, config.granularity, config.min_shard_tokens, config.max_received_rows, weights
-        )
+        options = plan_options(config, engine.device, decoder.config.get_text_config(), weights)
         # All ranks have the same options but for the weights of their servers.
         common = fingerprint(
             replace(options, server_weights=None),
@@ -202,7 +201,7 @@ class Runtime:
         given = description
         if isinstance(description, Description):
             given = MicroBatch(description.layout, description.targets, description.step_targets)
-        pending = PendingPlan(lambda: self.server.plan(given), device)
+        pending = PendingPlan(lambda: self.server.gather(given), self.server.plan, device)
         if isinstance(given, Exception):
             pending.result()  # raises: the model could not run on such an input anyway
         return pending, pending.divisor

@@ -46,6 +46,7 @@ def test_int_is_a_float() -> None:
         ({"min_shard_tokens": -1}, ["`distca.min_shard_tokens`", "-1"]),
         ({"servers": 0}, ["`distca.servers`", "0"]),
         ({"max_received_rows": 0}, ["`distca.max_received_rows`", "0"]),
+        ({"min_gain": -1}, ["`distca.min_gain`", "-1", "greater than or equal to 0"]),
         ({"kernel": "flash"}, ["`distca.kernel`", "'flash'", "flash_attn_4", "reference"]),
         ({"overlap": "always"}, ["`distca.overlap`", "'always'", "local_first", "none"]),
         ({"exchange": "nvlink"}, ["`distca.exchange`", "'nvlink'", "nccl", "peer_copy"]),

@@ -152,7 +152,7 @@ def measure(
                 stats = engine.distca.stats
                 taken.append([seconds, stats.server_seconds, stats.exposed_seconds])
             else:
-                taken.append([seconds, own.timer.seconds, 0.0])
+                taken.append([seconds, own.timer.seconds[0], 0.0])
     by_rank = _gather(torch.tensor(taken, dtype=torch.float64) * 1e3, device)  # [ranks, steps, 3]
     _, attention, exposed = by_rank.median(1).values.unbind(1)
     row: dict[str, Any] = {

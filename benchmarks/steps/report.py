@@ -21,8 +21,8 @@ largest over the ranks of its attention kernels' time, plus their mean. The shar
 (plain - ideal), a mean over batches; batches with less than 1 % to gain are skipped, in brackets: how many. "Of all
 together" is the same of the batches' sums, none skipped. Balance is the largest over the mean of the servers'
 attention time: as planned (predicted), and measured, before in plain and after in the variant. MiB is what a rank
-sends for attention in a step: mean over ranks, and the worst rank. Exposed is the time that the compute stream stands
-still until an exchange is over, on the rank where it is longest, also in % of the step; for Ulysses it was not
+sends for attention in a step: mean over ranks, and the worst rank. Exposed is the time in which a rank waits for an
+exchange and no attention kernel runs, on the rank where it is longest, also in % of the step; for Ulysses it was not
 measured. Loss is the largest relative difference from plain's on the same batch. Peak is the absolute
 `max_memory_allocated`, smallest and largest over ranks, of all batches; "left" what was allocated before the
 variant's engine was built; "growth" how much more memory is reserved at the end than after the third step, on the

@@ -32,7 +32,7 @@ class PlainAttention:
     """Packed documents on this rank alone, by the plugin's kernel: what the plugin is compared with.
 
     Attributes:
-        timer: seconds of this rank's attention kernels since its last reset.
+        timer: of this rank's attention kernels.
         kernel: the kernel's name, once a layer has run.
     """
 
@@ -63,8 +63,8 @@ class PlainAttention:
 
     def _set(self, lengths: Sequence[int]) -> None:
         layout = Layout.from_lengths([lengths])
-        part = ServerPlan(PlanCompiler(layout, home_tasks(layout)).rank(0), lambda t: t.q_len * t.k_len)
-        self._plan = LayerPlan(part, part, None, False)
+        part = ServerPlan(PlanCompiler(layout, home_tasks(layout)).rank(0))
+        self._plan = LayerPlan(part, part, None, None)
 
     def _attend(self, query, key, value, scaling):
         """[1, tokens, heads, head_dim] each, and so the result."""
@@ -156,8 +156,10 @@ def make_variants(
     overlaps: Sequence[str],
     tolerances: Sequence[float] | None,
     exchanges: Sequence[str] | None = None,
+    more: dict[str, Any] | None = None,
 ) -> list[Variant]:
-    """The variants in the order of `kinds`, which are of KINDS; the plugin with every overlap, tolerance and exchange.
+    """The variants in the order of `kinds`, which are of KINDS; the plugin with every overlap, tolerance and exchange,
+    and `more` keys in its block.
     A kind that is named again is measured again, which tells how steady the machine is."""
     variants: list[Variant] = []
     own = {"plain": PlainAttention(), "ulysses": UlyssesAttention()}
@@ -166,7 +168,7 @@ def make_variants(
             variants.append(Variant(kind, own[kind].NAME, None, own[kind]))
             continue
         for overlap, tolerance, exchange in product(overlaps, tolerances or [None], exchanges or [None]):
-            block: dict[str, Any] = {"enabled": True}
+            block: dict[str, Any] = {"enabled": True, **(more or {})}
             name = f"distca {overlap}"
             if overlap != LEFT_OUT:
                 block["overlap"] = overlap

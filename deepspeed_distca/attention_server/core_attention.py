@@ -11,11 +11,13 @@ larger in bf16.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from deepspeed_distca.attention_server.exchange import Exchange
+from deepspeed_distca.attention_server.exchange import Exchange, Pending
 from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.rows import (
@@ -31,6 +33,7 @@ from deepspeed_distca.attention_server.rows import (
     take_back,
 )
 from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
 
 
@@ -41,13 +44,13 @@ class LayerPlan:
     Attributes:
         forward, backward: this rank's part of the plan of either phase.
         exchange: how rows travel.
-        local_first: hide the exchange under tasks that stay at home, instead of waiting for it.
+        side: where tasks in the workspace run, so that those at home hide the exchange; None: wait for it.
     """
 
     forward: ServerPlan
     backward: ServerPlan
     exchange: Exchange
-    local_first: bool
+    side: SideStream | None
 
 
 def core_attention(
@@ -122,23 +125,17 @@ def _forward(q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> t
     lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
     stats = list(consecutive(lse_back, p.returned))
     returning = plan.exchange.expect([*take_back(out, p.q_out), *stats[: len(p.q_out)]], sends=bool(p.q_in))
-    if not plan.local_first:
+    behind = _behind(plan, dispatch, q.device)
+    if len(p.local):
+        kernel.forward(q, k, v, p.local, spec, out, lse)
+    with _aside(plan, p, behind, q.device):
         dispatch.wait()
-    first, second = p.local_parts
-    if len(first):
-        kernel.forward(q, k, v, first, spec, out, lse)
-    dispatch.wait()
-
-    out_work, lse_work = kernel.forward(q_work, k_work, v_work, p.remote, spec)
-    lse_work = lse_work.t().contiguous()
-    giving_back = returning.start([*give_back(out_work, p.q_in), *give_back(lse_work, p.q_in)])
+        out_work, lse_work = kernel.forward(q_work, k_work, v_work, p.remote, spec)
+        lse_work = lse_work.t().contiguous()
+        giving_back = returning.start([*give_back(out_work, p.q_in), *give_back(lse_work, p.q_in)])
     for run, (_, row) in zip(p.q_keep, stats[len(p.q_out) :], strict=True):
         out[run.at_home].copy_(out_work[run.at_work])
         row.copy_(lse_work[run.at_work])
-    if not plan.local_first:
-        giving_back.wait()
-    if len(second):
-        kernel.forward(q, k, v, second, spec, out, lse)
     giving_back.wait()
     lse.index_copy_(1, p.returned_rows(q.device), lse_back.t())
     return out, lse
@@ -198,21 +195,16 @@ def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpe
         [*take_back(dq, p.q_out), *consecutive(dk_back, p.kv_out), *consecutive(dv_back, p.kv_out)],
         sends=bool(p.q_in or p.kv_in),
     )
-    if not plan.local_first:
+    behind = _behind(plan, dispatch, q.device)
+    at_home(p.local)
+    with _aside(plan, p, behind, q.device):
         dispatch.wait()
-    first, second = p.local_parts
-    at_home(first)
-    dispatch.wait()
-
-    dq_work, dk_work, dv_work = _serve_backward(p, kernel, spec, dout_work, q_work, k_work, v_work, stats_work)
-    giving_back = returning.start(
-        [*give_back(dq_work, p.q_in), *give_back(dk_work, p.kv_in), *give_back(dv_work, p.kv_in)]
-    )
+        dq_work, dk_work, dv_work = _serve_backward(p, kernel, spec, dout_work, q_work, k_work, v_work, stats_work)
+        giving_back = returning.start(
+            [*give_back(dq_work, p.q_in), *give_back(dk_work, p.kv_in), *give_back(dv_work, p.kv_in)]
+        )
     for run in p.q_keep:
         dq[run.at_home].copy_(dq_work[run.at_work])
-    if not plan.local_first:
-        giving_back.wait()
-    at_home(second)
     giving_back.wait()
     accumulate(p, dk, (dk_back, dk_work))
     accumulate(p, dv, (dv_back, dv_work))
@@ -242,6 +234,29 @@ def _serve_backward(p: ServerPlan, kernel: Kernel, spec, dout, q, k, v, stats):
         dk_sum += dk
         dv_sum += dv
     return dq, dk_sum.to(grad_dtype), dv_sum.to(grad_dtype)
+
+
+def _behind(plan: LayerPlan, dispatch: Pending, device: torch.device) -> torch.cuda.Event | None:
+    """What tasks in the workspace must follow beside their rows; without a side stream the caller waits for those."""
+    if plan.side is None:
+        dispatch.wait()
+        return None
+    return plan.side.mark(device)
+
+
+@contextmanager
+def _aside(plan: LayerPlan, p: ServerPlan, behind: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
+    """Tasks in the workspace beside those at home, where there are some; joined afterwards.
+
+    A rank without any only waits for its results, behind its own tasks: NCCL's receive would hold multiprocessors
+    until they come.
+    """
+    if plan.side is None or not len(p.remote):
+        yield
+        return
+    with plan.side.aside(behind, device):
+        yield
+    plan.side.join(device)
 
 
 def _workspace(p: ServerPlan, q, k, v) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

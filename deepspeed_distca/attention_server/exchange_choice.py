@@ -2,7 +2,7 @@
 """Which exchange a group of servers uses, agreed by all of them: peer copies only where every rank can.
 
 Staging memory comes from torch's symmetric memory, a private interface: whatever it lacks or refuses on any rank leads
-to sends and receives over the process group, with one line that says why.
+to sends and receives over the process group, with one line that says why if peer copies were asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepspeed_distca.attention_server.peer_copy import PeerCopyExchange, header
 
 ExchangeKind = Literal["nccl", "peer_copy"]
 #: What is used where nothing is asked for.
-AUTOMATIC: ExchangeKind = "nccl"
+AUTOMATIC: ExchangeKind = "peer_copy"
 #: MiB of staging memory of each rank, where nothing is asked for.
 STAGING_MIB = 256
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -73,7 +73,7 @@ def make_exchange(
         exchange, problem = _open(group, device, staging_mib << 20, timeout, pack_beside)
     if exchange is not None:
         return exchange
-    if dist.get_rank(group) == 0:
+    if dist.get_rank(group) == 0 and kind is not None:
         print(f"distca: no exchange by peer copies: {problem}; NCCL's sends and receives are used", flush=True)
     return PeerToPeerExchange(group)
 

@@ -177,8 +177,7 @@ def nano_phase(plan: RankPlan, cuts: np.ndarray, window: int | None, *, backward
                 work_q_rows=plan.work_q_rows,
                 work_kv_rows=plan.work_kv_rows,
                 **runs[nano],
-            ),
-            lambda tasks: tasks.q_len,
+            )
         )
         apart, shared = (_batch(local.take(mine & which), first, k_first, end) for which in (~clash, clash))
         needs_other = bool(reads[nano_remote == nano].any())

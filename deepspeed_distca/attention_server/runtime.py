@@ -11,20 +11,21 @@ from typing import Literal
 import numpy as np
 import torch
 
-from deepspeed_distca.attention_server.agreement import Agreement, MicroBatch, fingerprint
+from deepspeed_distca.attention_server.agreement import Agreement, GlobalMicroBatch, MicroBatch, fingerprint
 from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
 from deepspeed_distca.attention_server.exchange import Exchange
 from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
 from deepspeed_distca.attention_server.nano_batches import has_crossing, nano_layer_plan, row_cuts
 from deepspeed_distca.attention_server.overlap import PingPongPlan
 from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.statistics import DeviceTimer, StepStatistics, TimedExchange, TimedKernel
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.digest import digest
-from deepspeed_distca.scheduler.plan import PlanCompiler, TaskRanges
+from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
 
 PHASES = ("forward", "backward")
@@ -39,6 +40,8 @@ class PlanOptions:
     min_shard_tokens: int | None
     max_received_rows: int | None
     server_weights: tuple[int, ...] | None = None  # of this rank's servers
+    min_gain: float = 0.0
+    linear_flops: int = 0  # of a layer's forward, for a token
 
 
 class AttentionServer:
@@ -52,7 +55,7 @@ class AttentionServer:
         options: how to plan.
         windows: the window of each attention layer (None: full causal), one entry per layer.
         kernel: a kernel's name, or None to choose.
-        local_first: see ``LayerPlan``.
+        local_first: tasks that stay at home hide the exchange, instead of waiting for it.
         ping_pong: which micro-batches are divided into two nano-batches (see ``overlap``): none, those in which rows
             move, or all of them.
         check_plan: compare digests of plans over the ranks.
@@ -78,11 +81,12 @@ class AttentionServer:
         step: Callable[[], int],
         ping_pong: Literal["never", "moved", "always"] = "never",
     ) -> None:
-        self._timer, self._waiting = DeviceTimer(), DeviceTimer()
-        self._agreement, self._exchange, self._server = agreement, TimedExchange(exchange, self._waiting), server
+        self._timer = DeviceTimer()
+        self._agreement, self._exchange, self._server = agreement, TimedExchange(exchange, self._timer), server
         self._cost, self._options = cost, options
         self._layers = {window: list(windows).count(window) for window in dict.fromkeys(windows)}
-        self._kernel_name, self._local_first, self._check_plan = kernel, local_first, check_plan
+        self._kernel_name, self._check_plan = kernel, check_plan
+        self._side = SideStream() if local_first else None
         self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
         self._ping_pong = ping_pong
         self._kernels: dict[tuple, Kernel] = {}
@@ -93,31 +97,37 @@ class AttentionServer:
     @property
     def stats(self) -> StepStatistics:
         """Statistics of the last step. On a GPU reading them waits for its kernels."""
-        self._statistics.server_seconds = self._timer.seconds
-        self._statistics.exposed_seconds = self._waiting.seconds
+        self._statistics.server_seconds, self._statistics.exposed_seconds = self._timer.seconds
         return self.planned
 
     @property
     def planned(self) -> StepStatistics:
         """The same as planned, with what was measured in the step before only: never waits for the device."""
-        self._statistics.previous_server_seconds = self._timer.previous
-        self._statistics.previous_exposed_seconds = self._waiting.previous
-        return self._statistics
+        s = self._statistics
+        s.previous_server_seconds, s.previous_exposed_seconds = self._timer.previous
+        return s
 
     @property
     def kernel(self) -> str | None:
         """Name of the kernel in use, once a layer has run."""
         return next((kernel.name for kernel in self._kernels.values()), None)
 
-    def plan(self, given: MicroBatch | Exception) -> tuple[MicroBatchPlan, float]:
+    def gather(self, given: MicroBatch | Exception) -> GlobalMicroBatch:
+        """Collective over all ranks: see :meth:`Agreement.gather`."""
+        return self._agreement.gather(given)
+
+    def plan(self, gathered: Callable[[], GlobalMicroBatch]) -> tuple[MicroBatchPlan, float]:
         """Collective over all ranks: the plan of a training micro-batch, and the divisor of its summed loss with which
         the mean over ranks and micro-batches is the mean over all targets.
+
+        Args:
+            gathered: waits for what :meth:`gather` gives.
 
         Raises:
             AgreementError: on every rank, if a rank's input is an error or the inputs do not fit together.
         """
         start = time.perf_counter()
-        everyone = self._agreement.gather(given)
+        everyone = gathered()
         planned = [
             self._plan_phase(everyone.layout, window, phase, layers)
             for window, layers in self._layers.items()
@@ -127,7 +137,7 @@ class AttentionServer:
             self._agreement.same(fingerprint(*(p.digest for p in planned)), "the plan of a micro-batch")
         self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
         plans = {
-            window: LayerPlan(*(p.part for p in planned if p.window == window), self._exchange, self._local_first)
+            window: LayerPlan(*(p.part for p in planned if p.window == window), self._exchange, self._side)
             for window in self._layers
         }
         if everyone.step_targets is None:
@@ -160,7 +170,7 @@ class AttentionServer:
 
     def layer_plan(self, forward: ServerPlan, backward: ServerPlan) -> LayerPlan:
         """Two parts as layers run them."""
-        return LayerPlan(forward, backward, self._exchange, self._local_first)
+        return LayerPlan(forward, backward, self._exchange, self._side)
 
     def plan_alone(self, layout: Layout) -> MicroBatchPlan:
         """A plan that involves no other rank, for whole documents on this one (evaluation).
@@ -175,10 +185,8 @@ class AttentionServer:
             )
         plans = {}
         for window in self._layers:
-            part = ServerPlan(
-                PlanCompiler(layout, home_tasks(layout, window)).rank(0), self._cost_of("forward", window)
-            )
-            plans[window] = LayerPlan(part, part, self._exchange, self._local_first)
+            part = ServerPlan(PlanCompiler(layout, home_tasks(layout, window)).rank(0))
+            plans[window] = LayerPlan(part, part, self._exchange, self._side)
         return MicroBatchPlan(self, plans)
 
     def attend(self, q, k, v, plan: LayerPlan, spec: AttentionSpec, kept=None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,19 +214,16 @@ class AttentionServer:
             min_shard_tokens=self._options.min_shard_tokens,
             max_received_rows=self._options.max_received_rows,
             server_weights=self._options.server_weights,
+            min_gain_seconds=self._min_gain_seconds(layout, phase),
         )
         compiler = PlanCompiler(layout, tasks.rows)
-        part = ServerPlan(compiler.rank(self._server), self._cost_of(phase, window))
+        part = ServerPlan(compiler.rank(self._server))
         sent = layers * compiler.bytes_sent(self._cost.heads, phase)
         return _Planned(window, layers, tasks, part, sent, digest(layout, tasks, phase=phase, window=window).value)
 
-    def _cost_of(self, phase: str, window: int | None) -> Callable[[TaskRanges], np.ndarray]:
-        def cost(tasks: TaskRanges) -> np.ndarray:
-            # Rows of the buffers are as good as positions: only their differences count.
-            end = tasks.k_start + tasks.k_len
-            return self._cost.cost(end - tasks.q_len, end, tasks.k_start, window, phase)
-
-        return cost
+    def _min_gain_seconds(self, layout: Layout, phase: str) -> float:
+        flops = self._options.linear_flops * int(layout.tokens.max()) * (1 if phase == "forward" else 2)
+        return self._options.min_gain * self._cost.linear_seconds(flops)
 
     def _kernel(self, q, k, v, spec: AttentionSpec) -> Kernel:
         key = (q.device, q.dtype, q.shape[1:], k.shape[1:], v.shape[1:], spec)
@@ -241,7 +246,6 @@ class AttentionServer:
         if step != self._statistics_step:
             self._statistics, self._statistics_step = StepStatistics(), step
             self._timer.reset()
-            self._waiting.reset()
             self._loads = dict.fromkeys(("max_before", "max_after", "mean_before", "mean_after"), 0.0)
         s, total = self._statistics, self._loads
         sent = sum(p.sent for p in planned)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,8 +11,6 @@ import torch
 
 from deepspeed_distca.attention_server.tasks import TaskBatch
 from deepspeed_distca.scheduler.plan import HOME_ROW, PEER, ROWS, WORK_ROW, RankPlan, TaskRanges
-
-Cost = Callable[[TaskRanges], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,6 @@ class ServerPlan:
 
     Attributes:
         local: all tasks in place.
-        local_parts: the same in two batches for the local-first schedule: one to run under the dispatch, one under
-            the return. Without a workspace everything is in the first.
         remote: tasks in the workspace; ``waves`` are the same, cut for backward.
         q_in, kv_in: runs from other ranks into the workspace; q_keep, kv_keep: this rank's own rows that go there.
         q_out, kv_out: runs to other servers.
@@ -49,16 +44,10 @@ class ServerPlan:
             There ``home`` is the row in the relay's workspace.
     """
 
-    def __init__(self, plan: RankPlan, cost: Cost) -> None:
-        """Args:
-        plan: this rank's part.
-        cost: predicted cost of tasks [num_tasks], any unit: it decides where the local tasks are divided.
-        """
+    def __init__(self, plan: RankPlan) -> None:
         self.plan = plan
         self.is_local = plan.is_local
         self.local = self._home(plan.local)
-        first, second = _halves(plan.local, cost) if len(plan.remote) else (plan.local, plan.local.take(slice(0, 0)))
-        self.local_parts = (self._home(first), self._home(second))
         self.remote = self._work(plan.remote)
         self.waves = [self._work(plan.remote.take(index)) for index in plan.waves]
         self.q_in, self.q_keep = _incoming(plan.q_in, plan.rank)
@@ -131,10 +120,3 @@ def _runs(runs: np.ndarray) -> list[Run]:
 def _incoming(runs: np.ndarray, rank: int) -> tuple[list[Run], list[Run]]:
     own = runs[:, PEER] == rank
     return _runs(runs[~own]), _runs(runs[own])
-
-
-def _halves(tasks: TaskRanges, cost: Cost) -> tuple[TaskRanges, TaskRanges]:
-    """Two parts of about equal cost, in storage order."""
-    total = np.cumsum(cost(tasks))
-    cut = int(np.searchsorted(total, total[-1] / 2)) + 1 if len(tasks) else 0
-    return tasks.take(slice(0, cut)), tasks.take(slice(cut, None))

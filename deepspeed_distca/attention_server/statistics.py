@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,11 +23,11 @@ class StepStatistics:
             as planned. Layers wait for each other, so it is the sum of the largest over the sum of the means.
         bytes_sent: what this rank sends, forward and backward, as home and as server.
         bytes_sent_max, bytes_sent_mean: the same over the servers of the group.
-        planning_ms: agreeing and planning, on this rank.
+        planning_ms: milliseconds of this rank's host, waiting for the ranks to agree and planning.
         predicted_server_seconds: predicted seconds of core attention of each server.
-        server_seconds: measured seconds of this rank's attention kernels, recomputation included.
-        exposed_seconds: measured seconds in which this rank's compute stream (on CPU: its host) stood still until an
-            exchange was over, be it for the transfer itself or for a server that was not ready to send.
+        server_seconds: measured seconds in which attention kernels ran on this rank, recomputation included.
+        exposed_seconds: measured seconds in which this rank (on CPU: its host) waited for an exchange and no attention
+            kernel ran, be it for the transfer itself or for a server that was not ready to send.
         micro_batches: how many of them there were.
         previous_server_seconds, previous_exposed_seconds: the same two of the optimizer step before, as far as they
             can be told without waiting for the device; None where they cannot.
@@ -52,68 +53,97 @@ class StepStatistics:
 
 
 class DeviceTimer:
-    """Sums intervals: events of the current stream on GPUs, read only when asked for; the host's clock on CPU."""
+    """Adds up intervals of attention kernels and of waiting, on all streams: events on GPUs, read only when asked for;
+    the host's clock on CPU. Kernels that run side by side count once, and waiting beside a kernel does not count."""
 
     def __init__(self) -> None:
-        self._now: _Sum = _Sum()
-        self._before: _Sum | None = None
+        self._now = _Intervals()
+        self._before: _Intervals | None = None
         self._started = False
 
     def reset(self) -> None:
-        """Starts at zero; what was summed so far becomes ``previous``."""
-        self._now, self._before = _Sum(), self._now if self._started else None
+        """Starts at zero; what was added up so far becomes ``previous``."""
+        self._now, self._before = _Intervals(), self._now if self._started else None
         self._started = True
 
     @property
-    def seconds(self) -> float:
-        """Seconds since the last reset. On a GPU it waits for the end of the last interval."""
+    def seconds(self) -> tuple[float, float]:
+        """Seconds since the last reset in which a kernel ran, and in which none did while something waited. On a GPU
+        reading waits for the end of the last interval."""
         return self._now.read(wait=True)
 
     @property
-    def previous(self) -> float | None:
-        """Seconds between the last two resets; None if there were no two, or where the device is still at it."""
-        return None if self._before is None else self._before.read(wait=False)
+    def previous(self) -> tuple[float, float] | tuple[None, None]:
+        """The same between the last two resets; None if there were no two, or where the device is still at it."""
+        return (None, None) if self._before is None else self._before.read(wait=False)
 
-    def __call__(self, tensor: torch.Tensor) -> _Interval:
-        return _Interval(self, tensor.is_cuda)
+    def kernel(self, tensor: torch.Tensor) -> _Interval:
+        """A context in which kernels run on the tensor's device."""
+        return _Interval(self._now.kernels, tensor.is_cuda)
+
+    def wait(self, tensor: torch.Tensor) -> _Interval:
+        """A context in which the current stream waits for others."""
+        return _Interval(self._now.waits, tensor.is_cuda)
 
 
-class _Sum:
-    """Seconds of intervals, some of which may still be events that are to be read."""
+Interval = tuple[float, float] | tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+class _Intervals:
+    """Intervals of one step, some of which may still be events that are to be read."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.kernels: list[Interval] = []
+        self.waits: list[Interval] = []
+        self._first: torch.cuda.Event | None = None
 
-    def read(self, wait: bool) -> float | None:
-        """The sum; without waiting None while the device has not reached the last event."""
-        if not wait and not all(end.query() for _, end in self.events):
-            return None
-        for start, end in self.events:
+    def read(self, wait: bool) -> tuple[float, float] | tuple[None, None]:
+        """Seconds of kernels, and of waiting alone; without waiting None while the device has not reached the last
+        event."""
+        ends = [end for _, end in (*self.kernels, *self.waits) if isinstance(end, torch.cuda.Event)]
+        if not wait and not all(end.query() for end in ends):
+            return None, None
+        for end in ends:
             end.synchronize()
-            self.seconds += start.elapsed_time(end) / 1e3
-        self.events = []
-        return self.seconds
+        for intervals in (self.kernels, self.waits):
+            intervals[:] = [self._seconds(interval) for interval in intervals]
+        kernels = _length(self.kernels)
+        return kernels, _length([*self.kernels, *self.waits]) - kernels
+
+    def _seconds(self, interval: Interval) -> tuple[float, float]:
+        """In seconds after the first event that is read; host times stay as they are."""
+        if not isinstance(interval[0], torch.cuda.Event):
+            return interval
+        if self._first is None:
+            self._first = interval[0]
+        return tuple(self._first.elapsed_time(event) / 1e3 for event in interval)
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    """Of the union."""
+    length, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
 
 
 class _Interval:
-    def __init__(self, timer: DeviceTimer, on_gpu: bool) -> None:
-        self._timer, self._on_gpu = timer, on_gpu
+    def __init__(self, intervals: list[Interval], on_gpu: bool) -> None:
+        self._intervals, self._on_gpu = intervals, on_gpu
 
     def __enter__(self) -> None:
-        if self._on_gpu:
-            self._start = torch.cuda.Event(enable_timing=True)
-            self._start.record()
-        else:
-            self._start = time.perf_counter()
+        self._start = self._now()
 
     def __exit__(self, *_: object) -> None:
-        if self._on_gpu:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            self._timer._now.events.append((self._start, end))
-        else:
-            self._timer._now.seconds += time.perf_counter() - self._start
+        self._intervals.append((self._start, self._now()))
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 class TimedKernel:
@@ -124,11 +154,11 @@ class TimedKernel:
         self.name, self.grad_dtype = kernel.name, kernel.grad_dtype
 
     def forward(self, q, *arguments, **keywords):
-        with self._timer(q):
+        with self._timer.kernel(q):
             return self._kernel.forward(q, *arguments, **keywords)
 
     def backward(self, dout, *arguments, **keywords):
-        with self._timer(dout):
+        with self._timer.kernel(dout):
             return self._kernel.backward(dout, *arguments, **keywords)
 
 
@@ -163,7 +193,7 @@ class _TimedPending:
     def __init__(self, pending: Pending, timer: DeviceTimer, like: torch.Tensor) -> None:
         self._pending: Pending | None = pending
         # Of the device alone: the tensor must not live longer than the exchange.
-        self._interval = timer(like)
+        self._interval = timer.wait(like)
 
     def wait(self) -> None:
         if self._pending is None:

@@ -180,6 +180,10 @@ class CostModel:
         loads = np.asarray(loads, dtype=np.int64)
         return np.where(loads > 0, np.maximum(loads, self.launch), 0) / UNITS_PER_SECOND
 
+    def linear_seconds(self, flops: int) -> float:
+        """Predicted seconds of linear layers, at the rate at which attention's forward goes through its pairs."""
+        return flops * self.forward.pair / (2 * _work(self.heads)) / UNITS_PER_SECOND
+
     def transfer_seconds(self, sent: Any, received: Any = 0) -> Any:
         """Predicted seconds of one exchange in which a rank sends and receives so many bytes at once."""
         size = np.maximum(np.asarray(sent, dtype=np.int64), np.asarray(received, dtype=np.int64))

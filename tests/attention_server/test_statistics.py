@@ -35,42 +35,46 @@ def test_only_the_first_wait_for_an_exchange_is_timed_and_passed_on() -> None:
     sends, receives = [(1, torch.zeros(2))], [(1, torch.ones(3))]
     pending = exchange.start(sends, receives)
     time.sleep(DELAY)  # what runs meanwhile is not exposed
-    assert timer.seconds == 0.0
+    assert timer.seconds == (0.0, 0.0)
     pending.wait()
-    once = timer.seconds
+    kernels, once = timer.seconds
+    assert kernels == 0.0
     assert DELAY <= once < 3 * DELAY
     pending.wait()
-    assert timer.seconds == once and inner.waits == 1
+    assert timer.seconds == (0.0, once) and inner.waits == 1
     exchange.start([], receives).wait()
-    assert timer.seconds >= once + DELAY
+    assert timer.seconds[1] >= once + DELAY
     assert inner.given == [(sends, receives), ([], receives)]
 
 
 def test_an_exchange_of_nothing_is_not_timed() -> None:
     timer = DeviceTimer()
     TimedExchange(SlowExchange(), timer).start([], []).wait()
-    assert timer.seconds == 0.0
+    assert timer.seconds == (0.0, 0.0)
 
 
-def test_reset_makes_the_sum_the_previous_one() -> None:
+def test_reset_makes_the_sums_the_previous_ones() -> None:
     timer, tensor = DeviceTimer(), torch.zeros(1)
-    with timer(tensor):  # before the first step: no step's time
+    with timer.kernel(tensor):  # before the first step: no step's time
         time.sleep(0.001)
     timer.reset()
-    assert timer.seconds == 0.0 and timer.previous is None
-    with timer(tensor):
+    assert timer.seconds == (0.0, 0.0) and timer.previous == (None, None)
+    with timer.kernel(tensor):
+        time.sleep(0.001)
+    with timer.wait(tensor):
         time.sleep(0.001)
     first = timer.seconds
     timer.reset()
-    assert timer.seconds == 0.0 and timer.previous == first > 0.0
+    assert timer.seconds == (0.0, 0.0) and timer.previous == first and min(first) > 0.0
     timer.reset()
-    assert timer.previous == 0.0
+    assert timer.previous == (0.0, 0.0)
 
 
 class FakeEvent:
-    """A device event that the device reaches when it is told to, or when somebody waits."""
+    """A device event at a given time, which the device reaches when it is told to, or when somebody waits."""
 
     made: list[FakeEvent] = []  # noqa: RUF012
+    times: list[float] = []  # noqa: RUF012
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -78,7 +82,7 @@ class FakeEvent:
         self.made.append(self)
 
     def record(self) -> None:
-        pass
+        self.time = self.times.pop(0)
 
     def query(self) -> bool:
         return self.reached
@@ -88,29 +92,53 @@ class FakeEvent:
         self.reached = True
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        assert end.reached
-        return 250.0
+        return end.time - self.time
 
 
 class OnDevice:
     is_cuda = True
 
 
-def test_device_events_are_waited_for_only_where_the_current_sum_is_asked_for(monkeypatch) -> None:
+@pytest.fixture
+def events(monkeypatch) -> type[FakeEvent]:
     monkeypatch.setattr(statistics.torch.cuda, "Event", FakeEvent)
     FakeEvent.made.clear()
+    FakeEvent.times.clear()
+    return FakeEvent
+
+
+def test_device_events_are_waited_for_only_where_the_current_sum_is_asked_for(events) -> None:
     timer = DeviceTimer()
     timer.reset()
+    events.times.extend([0.0, 250.0, 400.0, 650.0])
     for _ in range(2):
-        with timer(OnDevice()):
+        with timer.kernel(OnDevice()):
             pass
     timer.reset()
-    assert timer.previous is None  # the device is behind
-    for event in FakeEvent.made:
+    assert timer.previous == (None, None)  # the device is behind
+    for event in events.made:
         event.reached = True
-    assert timer.previous == pytest.approx(0.5) == timer.previous
-    assert not any(event.waited for event in FakeEvent.made)
-    with timer(OnDevice()):
+    assert timer.previous == (pytest.approx(0.5), 0.0) == timer.previous
+    assert not any(event.waited for event in events.made)
+    events.times.extend([700.0, 950.0])
+    with timer.kernel(OnDevice()):
         pass
-    assert timer.seconds == pytest.approx(0.25)
-    assert FakeEvent.made[-1].waited
+    assert timer.seconds == (pytest.approx(0.25), 0.0)
+    assert events.made[-1].waited
+
+
+def test_what_runs_side_by_side_counts_once_and_hides_waiting(events) -> None:
+    timer = DeviceTimer()
+    intervals = [("kernel", 10, 40), ("wait", 5, 30), ("kernel", 30, 50), ("wait", 45, 60), ("kernel", 0, 2)]
+    for kind, start, end in intervals:
+        events.times.extend([start, end])
+        with getattr(timer, kind)(OnDevice()):
+            pass
+    kernels, waits = timer.seconds
+    assert kernels == pytest.approx(0.042)  # 0 to 2, 10 to 50
+    assert waits == pytest.approx(0.015)  # 5 to 10, 50 to 60
+    # What comes later is added to what was read.
+    events.times.extend([60, 70])
+    with timer.kernel(OnDevice()):
+        pass
+    assert timer.seconds == (pytest.approx(0.052), pytest.approx(0.015))

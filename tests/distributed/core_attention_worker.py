@@ -13,6 +13,7 @@ from deepspeed_distca.attention_server.core_attention import LayerPlan, core_att
 from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
 from deepspeed_distca.attention_server.kernels import make_kernel
 from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
@@ -67,8 +68,8 @@ def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
             tasks = random_tasks(rng, layout, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9])))
             compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
             worst["relayed"] += len(compiler.relayed())
-            plans.append(ServerPlan(compiler.rank(rank), lambda t: t.q_len * t.k_len))
-        plan = LayerPlan(*plans, exchange, local_first=bool(rng.random() < 0.5))
+            plans.append(ServerPlan(compiler.rank(rank)))
+        plan = LayerPlan(*plans, exchange, SideStream() if rng.random() < 0.5 else None)
         _one(layout, plan, spec, kernel, rank, (q_heads, kv_heads, dim, v_dim), rng, worst, getattr(torch, dtype))
     dist.barrier()
     return worst
@@ -133,9 +134,9 @@ def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype, att
 def _alone(tensors, grads, use_lse: bool, spec: AttentionSpec, kernel) -> dict[str, torch.Tensor]:
     """The kernel on one whole document in its own dtype, without a server: what any run of it costs in accuracy."""
     layout = Layout.from_lengths([[len(tensors[0])]])
-    part = ServerPlan(PlanCompiler(layout, home_tasks(layout, spec.window)).rank(0), lambda t: t.q_len)
+    part = ServerPlan(PlanCompiler(layout, home_tasks(layout, spec.window)).rank(0))
     leaves = [t.clone().requires_grad_() for t in tensors]
-    out, lse = core_attention(*leaves, LayerPlan(part, part, None, False), spec, kernel)
+    out, lse = core_attention(*leaves, LayerPlan(part, part, None, None), spec, kernel)
     loss = (out * grads[0]).sum() + ((lse * grads[1]).sum() if use_lse else 0.0)
     dq, dk, dv = torch.autograd.grad(loss, leaves)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

@@ -28,6 +28,7 @@ from deepspeed_distca.attention_server.kernels import make_kernel
 from deepspeed_distca.attention_server.nano_batches import has_crossing, nano_layer_plan, row_cuts
 from deepspeed_distca.attention_server.overlap import NanoPair, PingPongPlan
 from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.statistics import TimedKernel
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.data.from_layout import batch_from_layout
@@ -71,12 +72,12 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
             tasks = random_tasks(rng, layout, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9, 1.0])))
             compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
             worst["relayed"] += len(compiler.relayed())
-            plans.append(ServerPlan(compiler.rank(rank), lambda t: t.q_len * t.k_len))
+            plans.append(ServerPlan(compiler.rank(rank)))
         layer = nano_layer_plan(*plans, exchange, cuts, spec.window, crossing)
         worst["shared"] += len(layer.backward.parts[0].shared)
         ping_pong = PingPongPlan(int(cuts[rank]), int(layout.tokens[rank]), {spec.window: layer}, lambda *_: kernel)
         shape = *[(4, 2), (2, 2), (3, 1)][int(rng.integers(3))], *[(8, 8), (16, 8)][int(rng.integers(2))]
-        plan = LayerPlan(*plans, exchange, local_first=True)
+        plan = LayerPlan(*plans, exchange, SideStream())
 
         def attend(q, k, v, plan, spec, kernel, ping_pong=ping_pong):
             return in_two(q, k, v, ping_pong, spec)

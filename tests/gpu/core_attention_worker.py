@@ -17,6 +17,7 @@ from deepspeed_distca.attention_server.exchange_choice import STAGING_MIB, make_
 from deepspeed_distca.attention_server.kernels import make_kernel, select_kernel
 from deepspeed_distca.attention_server.peer_copy import PeerCopyExchange
 from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout, Segment
 from deepspeed_distca.scheduler.balance import balance
@@ -56,6 +57,7 @@ def check(
         ("window", long_short, 512, None),
     ]
     cases += [(f"random {i}", random_layout(rng, world, 6, 700), None, rng) for i in range(4)]
+    side = SideStream()
     results = []
     for name, layout, window, random in cases:
         spec = AttentionSpec(DIM**-0.5, window)
@@ -67,9 +69,9 @@ def check(
                 tasks = random_tasks(random, layout, window)
             compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=0))
             relayed += len(compiler.relayed())
-            plans.append(ServerPlan(compiler.rank(rank), lambda t: t.q_len * t.k_len))
+            plans.append(ServerPlan(compiler.rank(rank)))
         for local_first in (False, True):
-            plan = LayerPlan(*plans, moves, local_first)
+            plan = LayerPlan(*plans, moves, side if local_first else None)
             errors = _case(layout, plan, spec, chosen, rank, device, seed)
             results.append(
                 {"case": f"{name}, local_first {local_first}", "kernel": chosen.name, "relayed": relayed, **errors}
@@ -93,8 +95,8 @@ def _case(layout: Layout, plan: LayerPlan, spec, kernel, rank: int, device, seed
     alone = {}
     for d, tensors in whole.items():
         layout_d = Layout.from_lengths([[lengths[d]]])
-        part = ServerPlan(PlanCompiler(layout_d, home_tasks(layout_d, spec.window)).rank(0), lambda t: t.q_len)
-        local = LayerPlan(part, part, None, False)
+        part = ServerPlan(PlanCompiler(layout_d, home_tasks(layout_d, spec.window)).rank(0))
+        local = LayerPlan(part, part, None, None)
         alone[d] = [
             _run(*(t.to(dtype) for t in tensors), local, spec, k)
             for dtype, k in ((torch.float32, make_kernel("reference")), (torch.bfloat16, kernel))

@@ -25,7 +25,7 @@ from deepspeed.utils import logger
 from deepspeed_distca.attention_server.agreement import Agreement, agreement_group, fingerprint
 from deepspeed_distca.attention_server.exchange import exchange_group
 from deepspeed_distca.attention_server.exchange_choice import make_exchange
-from deepspeed_distca.attention_server.runtime import AttentionServer, PlanOptions
+from deepspeed_distca.attention_server.runtime import AttentionServer
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, PipelineConfig
@@ -43,6 +43,7 @@ from deepspeed_distca.integrations.pipeline.schedule import (
     Tick,
     passes,
 )
+from deepspeed_distca.integrations.plan_options import plan_options
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.heads import Heads
 
@@ -87,7 +88,7 @@ class PipelineRuntime:
         window = next((w for stage in module.stage_windows for w in stage), None)
         choice = agreed_cost_model(config, heads, device=engine.device, dtype=dtype, window=window)
         cost = choice.cost
-        options = PlanOptions(config.tolerance, config.granularity, config.min_shard_tokens, config.max_received_rows)
+        options = plan_options(config, engine.device, module.config)
         timeout = timedelta(seconds=config.timeout_seconds)
         self._exchange_group = exchange_group(topology.groups, engine.device, timeout)
         if engine.device.type == "cuda":
@@ -102,7 +103,7 @@ class PipelineRuntime:
         self.server = AttentionServer(
             agreement=Agreement(agreement_group(topology.groups, timeout), servers, everything),
             exchange=make_exchange(
-                config.exchange,
+                config.exchange or "nccl",  # peer copies were never tried beside the stages' own sends
                 self._exchange_group,
                 engine.device,
                 timeout=config.timeout_seconds,

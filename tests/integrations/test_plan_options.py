@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which micro-batches move rows: what the block says, the device's default, and the size of the model's layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
+
+from deepspeed_distca.attention_server.agreement import Agreement
+from deepspeed_distca.attention_server.runtime import AttentionServer
+from deepspeed_distca.config import parse_config
+from deepspeed_distca.integrations.plan_options import MIN_GAIN, linear_flops, plan_options
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.heads import Heads
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SIZES = dict(hidden_size=64, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2, vocab_size=32)
+
+
+def test_linear_flops_are_two_for_each_weight_of_a_layer() -> None:
+    config = LlamaConfig(**SIZES, num_hidden_layers=1)
+    with torch.device("meta"):
+        layer = LlamaForCausalLM(config).model.layers[0]
+    assert linear_flops(config) == 2 * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+
+
+def test_a_token_goes_through_the_experts_that_it_is_given_to() -> None:
+    one = linear_flops(MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=1))
+    assert one == linear_flops(LlamaConfig(**SIZES))
+    two = linear_flops(MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2))
+    assert two - one == 2 * 3 * 64 * 160
+
+
+@pytest.mark.parametrize(("block", "on_cpu", "on_gpu"), [({}, 0.0, MIN_GAIN), ({"min_gain": 0.1}, 0.1, 0.1)])
+def test_the_default_is_the_devices(block, on_cpu, on_gpu) -> None:
+    model = LlamaConfig(**SIZES)
+    assert plan_options(parse_config(block), CPU, model).min_gain == on_cpu
+    assert plan_options(parse_config(block), GPU, model).min_gain == on_gpu
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_rows_move_only_for_more_than_that_share_of_the_linear_work(phase) -> None:
+    model = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+    cost = CostModel.fitted(Heads(32, 8, 128))
+    layout = Layout.from_lengths([[8192], [1024] * 8])
+    linear = 2 * 218_103_808 * 8192 * cost.forward.pair / (2 * 32 * 256) / 1e15 * (1 if phase == "forward" else 2)
+
+    def loads(min_gain: float) -> tuple[float, float, list[float]]:
+        options = plan_options(parse_config({"min_gain": min_gain}), CPU, model)
+        server = AttentionServer(
+            agreement=Agreement(None, 1, 0),
+            exchange=None,
+            server=0,
+            cost=cost,
+            options=options,
+            windows=[None],
+            kernel="reference",
+            local_first=True,
+            check_plan=False,
+            accumulation_steps=lambda: 1,
+            ranks=1,
+            step=lambda: 0,
+        )
+        (part,) = server.plan_tick(phase, [(layout, None, 1)], note=True)
+        assert part.is_local == (server.planned.balance_before == server.planned.balance_after)
+        return server.planned.balance_before, server.planned.balance_after, server.planned.predicted_server_seconds
+
+    before, after, _ = loads(0.0)
+    assert before > 1.2 and after < 1.01
+    seconds_at_home = loads(1.0)[2]
+    share = (before - 1) * sum(seconds_at_home) / 2 / linear
+    assert 0.01 < share < 0.5
+    assert loads(share * 0.99)[1] == after
+    assert loads(share * 1.01)[1] == before

@@ -70,7 +70,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, help="stop after that long and report what there is")
     parser.add_argument("--json", type=Path, help="everything that was measured, rewritten as it comes")
     parser.add_argument("--save", type=Path, help="the report in Markdown")
-    parser.add_argument("--timeline", type=Path, help="chrome trace of a step of the plugin's last variant; .json.gz")
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        help="chrome traces of a step of the plugin's last variant, one for each rank; .json.gz",
+    )
     return parser.parse_args()
 
 

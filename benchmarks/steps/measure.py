@@ -170,7 +170,7 @@ def measure(
 
 
 def timeline(engine, variant: Variant, batch: Batch, args: argparse.Namespace, path: Path) -> None:
-    """Collective: a chrome trace of one step, of rank 0."""
+    """Collective: a chrome trace of one step for each rank, named by it: trace.json.gz becomes trace_rank0.json.gz."""
     rank, on_gpu = dist.get_rank(), engine.device.type == "cuda"
     arguments = variant.arguments(batch, batch.inputs(rank, args.vocabulary, engine.device))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -178,14 +178,12 @@ def timeline(engine, variant: Variant, batch: Batch, args: argparse.Namespace, p
     if on_gpu:
         torch.cuda.synchronize()
     dist.barrier()
-    if rank:
+    with profile(activities=activities) as trace:
         step(engine, arguments)
-    else:
-        with profile(activities=activities) as trace:
-            step(engine, arguments)
-            if on_gpu:
-                torch.cuda.synchronize()
-        trace.export_chrome_trace(str(path))
+        if on_gpu:
+            torch.cuda.synchronize()
+    stem, dot, ending = path.name.partition(".")
+    trace.export_chrome_trace(str(path.with_name(f"{stem}_rank{rank}{dot}{ending}")))
     dist.barrier()
 
 

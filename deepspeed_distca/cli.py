@@ -69,8 +69,12 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         '"heads": {"query", "key_value", "head_dim"}}, in storage order; - reads it from stdin',
     )
     parser.add_argument("--tolerance", type=float, default=0.02, help="allowed excess over the mean load (0.02)")
-    parser.add_argument("--cost", choices=("model", "area"), default="model", help="what is balanced: predicted time, "
-                        "or query-key pairs alone")  # fmt: skip
+    parser.add_argument(
+        "--cost",
+        metavar="model|area|FILE",
+        default="model",
+        help="what is balanced: time on an H200, query-key pairs, or time by a file of `ds_distca profile --save`",
+    )
     parser.add_argument("--phase", choices=("forward", "backward"), default="forward")
     parser.add_argument("--window", type=int, help="keys a query sees, its own included (all)")
     parser.add_argument("--granularity", type=int, default=128, help="cuts lie at multiples of it (128)")
@@ -84,10 +88,17 @@ def _plan(arguments: argparse.Namespace) -> int:
     from deepspeed_distca.scheduler.balance import balance
     from deepspeed_distca.scheduler.cost_model import CostModel
     from deepspeed_distca.scheduler.digest import digest
+    from deepspeed_distca.scheduler.profiles import Profile, ProfileError
     from deepspeed_distca.scheduler.traffic import homes_of, traffic
 
     layout, heads = _read_layout(arguments.layout)
-    cost = CostModel.area(heads) if arguments.cost == "area" else CostModel.fitted(heads)
+    if arguments.cost in ("model", "area"):
+        cost = CostModel.area(heads) if arguments.cost == "area" else CostModel.fitted(heads)
+    else:
+        try:
+            cost = Profile.load(Path(arguments.cost)).cost.for_heads(heads)
+        except ProfileError as error:
+            raise UsageError(f"--cost allows model, area or the file of a profile: {error}") from error
     try:
         start = time.perf_counter()
         tasks = balance(

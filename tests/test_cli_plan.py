@@ -16,6 +16,7 @@ from deepspeed_distca.cli import main
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import CostModel, Heads, balance
 from deepspeed_distca.scheduler.digest import digest
+from deepspeed_distca.scheduler.profiles import SHIPPED, Profile
 from tests.scheduler.checks import check_tasks, documents_of, rows_sent
 
 HEADS = {"query": 8, "key_value": 2, "head_dim": 64}
@@ -82,6 +83,15 @@ def test_json_says_what_the_plan_is(plan, cost, window):
     assert report["balance_after"] < report["balance_before"]
     assert report["digest"] == digest(LAYOUT, expected, window=window).hex
     assert 0 < report["milliseconds"] < 10000
+
+
+def test_time_by_a_stored_profile(plan):
+    file = next(SHIPPED.glob("*.json"))
+    _, out, _ = plan(given(), "--json", "--cost", str(file))
+    cost = Profile.load(file).cost.for_heads(Heads(**HEADS))
+    expected = balance(LAYOUT, cost)
+    assert json.loads(out)["load_after"] == cost.seconds(expected.loads).tolist()
+    assert expected.loads.tolist() != balance(LAYOUT, CostModel.fitted(Heads(**HEADS))).loads.tolist()
 
 
 def test_options_reach_the_planner(plan):

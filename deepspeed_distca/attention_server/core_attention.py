@@ -23,12 +23,9 @@ from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.rows import (
     accumulate,
     consecutive,
+    dispatch,
     give_back,
-    keep,
     moved_delta,
-    receive,
-    relay,
-    send,
     stats_dtype,
     take_back,
 )
@@ -114,25 +111,20 @@ def _forward(q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> t
         return kernel.forward(q, k, v, p.local, spec, out, lse)
 
     q_work, k_work, v_work = _workspace(p, q, k, v)
-    dispatch = plan.exchange.start(
-        [*send(q, p.q_out), *send(k, p.kv_out_direct), *send(v, p.kv_out_direct)],
-        [*receive(q_work, p.q_in), *receive(k_work, p.kv_in_direct), *receive(v_work, p.kv_in_direct)],
-        relay(p, k_work, v_work),
-    )
-    keep(q_work, q, p.q_keep)
-    keep(k_work, k, p.kv_keep)
-    keep(v_work, v, p.kv_keep)
+    dispatched = dispatch(plan.exchange, p, [(q, q_work)], [(k, k_work), (v, v_work)])
     lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
     stats = list(consecutive(lse_back, p.returned))
     returning = plan.exchange.expect([*take_back(out, p.q_out), *stats[: len(p.q_out)]], sends=bool(p.q_in))
-    behind = _behind(plan, dispatch, q.device)
+    behind = _behind(plan, dispatched, q.device)
     if len(p.local):
         kernel.forward(q, k, v, p.local, spec, out, lse)
     with _aside(plan, p, behind, q.device):
-        dispatch.wait()
+        dispatched.wait()
         out_work, lse_work = kernel.forward(q_work, k_work, v_work, p.remote, spec)
         lse_work = lse_work.t().contiguous()
-        giving_back = returning.start([*give_back(out_work, p.q_in), *give_back(lse_work, p.q_in)])
+        results = [*give_back(out_work, p.q_in), *give_back(lse_work, p.q_in)]
+        giving_back = returning.start(results) if plan.exchange.early else None
+    giving_back = giving_back or returning.start(results)
     for run, (_, row) in zip(p.q_keep, stats[len(p.q_out) :], strict=True):
         out[run.at_home].copy_(out_work[run.at_work])
         row.copy_(lse_work[run.at_work])
@@ -150,13 +142,13 @@ def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpe
     dk, dv = new(k, dtype=grad_dtype), new(v, dtype=grad_dtype)
     delta = None if dlse is None else row_dots(dout, out) - dlse
 
-    def at_home(tasks: TaskBatch) -> None:
-        if len(tasks):
+    def at_home() -> None:
+        if len(p.local):
             given = None if delta is not None else out
-            kernel.backward(dout, q, k, v, lse, tasks, spec, out=given, delta=delta, dq=dq, dk=dk, dv=dv)
+            kernel.backward(dout, q, k, v, lse, p.local, spec, out=given, delta=delta, dq=dq, dk=dk, dv=dv)
 
     if p.is_local:
-        at_home(p.local)
+        at_home()
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     rows = p.returned_rows(q.device)
@@ -165,44 +157,22 @@ def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpe
     q_work, k_work, v_work = _workspace(p, q, k, v)
     dout_work = dout.new_empty((len(q_work), *dout.shape[1:]))
     stats_work = stats.new_empty((len(q_work), *stats.shape[1:]))
-    messages = list(consecutive(stats, p.returned))
-    dispatch = plan.exchange.start(
-        [
-            *send(q, p.q_out),
-            *send(dout, p.q_out),
-            *messages[: len(p.q_out)],
-            *send(k, p.kv_out_direct),
-            *send(v, p.kv_out_direct),
-        ],
-        [
-            *receive(q_work, p.q_in),
-            *receive(dout_work, p.q_in),
-            *receive(stats_work, p.q_in),
-            *receive(k_work, p.kv_in_direct),
-            *receive(v_work, p.kv_in_direct),
-        ],
-        relay(p, k_work, v_work),
-    )
-    keep(q_work, q, p.q_keep)
-    keep(dout_work, dout, p.q_keep)
-    keep(k_work, k, p.kv_keep)
-    keep(v_work, v, p.kv_keep)
-    for run, (_, row) in zip(p.q_keep, messages[len(p.q_out) :], strict=True):
-        stats_work[run.at_work].copy_(row)
+    queries, keys = [(q, q_work), (dout, dout_work)], [(k, k_work), (v, v_work)]
+    dispatched = dispatch(plan.exchange, p, queries, keys, (stats, stats_work))
     kv_rows = sum(run.rows for run in p.kv_out)
     dk_back, dv_back = (t.new_empty((kv_rows, *t.shape[1:]), dtype=grad_dtype) for t in (k, v))
     returning = plan.exchange.expect(
         [*take_back(dq, p.q_out), *consecutive(dk_back, p.kv_out), *consecutive(dv_back, p.kv_out)],
         sends=bool(p.q_in or p.kv_in),
     )
-    behind = _behind(plan, dispatch, q.device)
-    at_home(p.local)
+    behind = _behind(plan, dispatched, q.device)
+    at_home()
     with _aside(plan, p, behind, q.device):
-        dispatch.wait()
+        dispatched.wait()
         dq_work, dk_work, dv_work = _serve_backward(p, kernel, spec, dout_work, q_work, k_work, v_work, stats_work)
-        giving_back = returning.start(
-            [*give_back(dq_work, p.q_in), *give_back(dk_work, p.kv_in), *give_back(dv_work, p.kv_in)]
-        )
+        results = [*give_back(dq_work, p.q_in), *give_back(dk_work, p.kv_in), *give_back(dv_work, p.kv_in)]
+        giving_back = returning.start(results) if plan.exchange.early else None
+    giving_back = giving_back or returning.start(results)
     for run in p.q_keep:
         dq[run.at_home].copy_(dq_work[run.at_work])
     giving_back.wait()
@@ -236,10 +206,10 @@ def _serve_backward(p: ServerPlan, kernel: Kernel, spec, dout, q, k, v, stats):
     return dq, dk_sum.to(grad_dtype), dv_sum.to(grad_dtype)
 
 
-def _behind(plan: LayerPlan, dispatch: Pending, device: torch.device) -> torch.cuda.Event | None:
+def _behind(plan: LayerPlan, dispatched: Pending, device: torch.device) -> torch.cuda.Event | None:
     """What tasks in the workspace must follow beside their rows; without a side stream the caller waits for those."""
     if plan.side is None:
-        dispatch.wait()
+        dispatched.wait()
         return None
     return plan.side.mark(device)
 

@@ -28,7 +28,14 @@ class Pending(Protocol):
 
 
 class Exchange(Protocol):
-    """Moves rows between the servers of a group; peers are ranks of that group."""
+    """Moves rows between the servers of a group; peers are ranks of that group.
+
+    Attributes:
+        early: results had better leave as soon as they are there. They had not where sending holds multiprocessors
+            until the receiver is ready, which it is when it has done its own tasks.
+    """
+
+    early: bool
 
     def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:
         """Starts sending and receiving; neither side's tensors may be touched until ``wait()``.
@@ -81,6 +88,7 @@ class PeerToPeerExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.name = group, dist.get_backend(group)
         self._on_host = self.name != "nccl"
+        self.early = self._on_host
         self._global_rank = dist.get_process_group_ranks(group)
 
     def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:

@@ -26,8 +26,6 @@ from deepspeed_distca.attention_server.peer_copy import PeerCopyExchange, header
 ExchangeKind = Literal["nccl", "peer_copy"]
 #: What is used where nothing is asked for.
 AUTOMATIC: ExchangeKind = "peer_copy"
-#: MiB of staging memory of each rank, where nothing is asked for.
-STAGING_MIB = 256
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _MESSAGE_BYTES = 256
 _TRIAL_SECONDS = 30.0
@@ -39,7 +37,7 @@ def make_exchange(
     device: torch.device,
     *,
     timeout: float,
-    staging_mib: int = STAGING_MIB,
+    staging_mib: int,
     pack_beside: bool = False,
 ) -> Exchange:
     """The exchange over a group. Collective over it.

@@ -58,6 +58,7 @@ class PeerCopyExchange:
     """
 
     name = "peer_copy"
+    early = True
 
     def __init__(
         self,

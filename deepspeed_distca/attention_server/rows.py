@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_distca.attention_server.exchange import Messages, Round
+from deepspeed_distca.attention_server.exchange import Exchange, Messages, Pending, Round
 from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.server_plan import Run, ServerPlan
 
@@ -49,6 +49,38 @@ def consecutive(buffer: torch.Tensor, runs: list[Run]) -> Messages:
 def keep(work: torch.Tensor, home: torch.Tensor, runs: list[Run]) -> None:
     for run in runs:
         work[run.at_work].copy_(home[run.at_home])
+
+
+def dispatch(
+    exchange: Exchange,
+    p: ServerPlan,
+    queries: list[tuple[torch.Tensor, torch.Tensor]],
+    keys: list[tuple[torch.Tensor, torch.Tensor]],
+    stats: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Pending:
+    """Rows leave for their servers, and this rank's own go to its workspace.
+
+    Args:
+        queries, keys: home and workspace of what goes with query rows, and of keys and values.
+        stats: of the query rows of ``p.returned``, one after another, and their workspace.
+    """
+    sends = [message for home, _ in queries for message in send(home, p.q_out)]
+    receives = [message for _, work in queries for message in receive(work, p.q_in)]
+    if stats is not None:
+        rows = consecutive(stats[0], p.returned)
+        sends += rows[: len(p.q_out)]
+        receives += receive(stats[1], p.q_in)
+    sends += [message for home, _ in keys for message in send(home, p.kv_out_direct)]
+    receives += [message for _, work in keys for message in receive(work, p.kv_in_direct)]
+    pending = exchange.start(sends, receives, relay(p, *(work for _, work in keys)))
+    for home, work in queries:
+        keep(work, home, p.q_keep)
+    for home, work in keys:
+        keep(work, home, p.kv_keep)
+    if stats is not None:
+        for run, (_, row) in zip(p.q_keep, rows[len(p.q_out) :], strict=True):
+            stats[1][run.at_work].copy_(row)
+    return pending
 
 
 def stats_dtype(q: torch.Tensor) -> torch.dtype:

@@ -168,6 +168,11 @@ class TimedExchange:
     def __init__(self, exchange: Exchange, timer: DeviceTimer) -> None:
         self._exchange, self._timer = exchange, timer
 
+    @property
+    def early(self) -> bool:
+        """See :class:`Exchange`."""
+        return self._exchange.early
+
     def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:
         """See :class:`Exchange`."""
         return self._timed(self._exchange.start(sends, receives, then), (sends, receives, *(then or ())))

@@ -69,6 +69,7 @@ def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
             compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
             worst["relayed"] += len(compiler.relayed())
             plans.append(ServerPlan(compiler.rank(rank)))
+        exchange.early = bool(rng.random() < 0.5)
         plan = LayerPlan(*plans, exchange, SideStream() if rng.random() < 0.5 else None)
         _one(layout, plan, spec, kernel, rank, (q_heads, kv_heads, dim, v_dim), rng, worst, getattr(torch, dtype))
     dist.barrier()

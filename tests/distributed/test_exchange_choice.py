@@ -26,4 +26,4 @@ def test_ranks_agree() -> None:
 
 def test_peer_copies_on_cpu_are_refused() -> None:
     with pytest.raises(ValueError, match='`exchange` was given "peer_copy".*cpu; leave the key out'):
-        make_exchange("peer_copy", dist.ProcessGroup, torch.device("cpu"), timeout=10)
+        make_exchange("peer_copy", dist.ProcessGroup, torch.device("cpu"), timeout=10, staging_mib=1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
 from deepspeed_distca.attention_server.exchange import exchange_group
-from deepspeed_distca.attention_server.exchange_choice import STAGING_MIB, make_exchange
+from deepspeed_distca.attention_server.exchange_choice import make_exchange
 from deepspeed_distca.attention_server.kernels import make_kernel, select_kernel
 from deepspeed_distca.attention_server.peer_copy import PeerCopyExchange
 from deepspeed_distca.attention_server.server_plan import ServerPlan
@@ -32,7 +32,7 @@ Q_HEADS, KV_HEADS, DIM = 8, 2, 128
 
 
 def check(
-    seed: int = 0, kernel: str | None = None, exchange: str = "nccl", staging_mib: int = STAGING_MIB
+    seed: int = 0, kernel: str | None = None, exchange: str = "nccl", staging_mib: int = 256
 ) -> list[dict]:
     """Relative errors of out, dq, dk, dv on this rank for every case, and the plain kernel's own errors."""
     rank = int(os.environ["RANK"])

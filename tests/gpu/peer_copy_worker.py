@@ -144,7 +144,7 @@ def bench(mib: int = 128, repeats: int = 7) -> dict:
     multiprocessor."""
     rank, world, device, group = start(80)
     kinds: dict[str, Exchange] = {
-        "nccl": make_exchange("nccl", group, device, timeout=30),
+        "nccl": make_exchange("nccl", group, device, timeout=30, staging_mib=1),
         "peer_copy": peer_copies(group, device, 256, False),
         "peer_copy, packed beside": peer_copies(group, device, 256, True),
     }

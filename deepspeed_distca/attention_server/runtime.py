@@ -23,8 +23,9 @@ from deepspeed_distca.attention_server.statistics import DeviceTimer, StepStatis
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
-from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel
 from deepspeed_distca.scheduler.digest import digest
+from deepspeed_distca.scheduler.phase_time import phase_seconds
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
 
@@ -217,9 +218,33 @@ class AttentionServer:
             min_gain_seconds=self._min_gain_seconds(layout, phase),
         )
         compiler = PlanCompiler(layout, tasks.rows)
+        if self._options.min_gain and compiler.moves_rows:
+            tasks, compiler = self._unless_slower(layout, window, phase, tasks, compiler)
         part = ServerPlan(compiler.rank(self._server))
         sent = layers * compiler.bytes_sent(self._cost.heads, phase)
         return _Planned(window, layers, tasks, part, sent, digest(layout, tasks, phase=phase, window=window).value)
+
+    def _unless_slower(
+        self, layout: Layout, window: int | None, phase: str, tasks: Tasks, compiler: PlanCompiler
+    ) -> tuple[Tasks, PlanCompiler]:
+        """The given plan, or the one with every row at home where transfers leave too little of what balance saves.
+        Documents that continue on other ranks are exchanged anyway."""
+        speeds = self._speeds(layout.num_ranks)
+        loads = compiler.loads(lambda q_start, q_end, k_start: self._cost.cost(q_start, q_end, k_start, window, phase))
+        at_home, away = (load / UNITS_PER_SECOND / speeds for load in loads)
+        sizes = compiler.bytes_between(self._cost.heads, phase)
+        before = float((tasks.loads_before / UNITS_PER_SECOND / speeds).max())
+        after = phase_seconds(self._cost, at_home, away, *sizes, early=self._exchange.early)
+        if before - after >= self._min_gain_seconds(layout, phase):
+            return tasks, compiler
+        home = Tasks(home_tasks(layout, window), tasks.loads_before, tasks.loads_before)
+        at_home_only = PlanCompiler(layout, home.rows)
+        return (tasks, compiler) if at_home_only.moves_rows else (home, at_home_only)
+
+    def _speeds(self, servers: int) -> np.ndarray:
+        """Relative speeds of the servers, 1 on average. What is balanced is load by speed."""
+        weights = np.array(self._options.server_weights or [1] * servers, dtype=np.float64)
+        return np.where(weights > 0, weights / weights.mean(), 1.0)
 
     def _min_gain_seconds(self, layout: Layout, phase: str) -> float:
         flops = self._options.linear_flops * int(layout.tokens.max()) * (1 if phase == "forward" else 2)
@@ -250,14 +275,12 @@ class AttentionServer:
         s, total = self._statistics, self._loads
         sent = sum(p.sent for p in planned)
         seconds = np.zeros(len(sent))
-        # What is balanced is load by weight.
-        weights = np.array(self._options.server_weights or [1] * len(sent), dtype=np.float64)
-        weights = np.where(weights > 0, weights / weights.mean(), 1.0)
+        speeds = self._speeds(len(sent))
         for p in planned:
             for when, loads in (("before", p.tasks.loads_before), ("after", p.tasks.loads)):
-                total[f"max_{when}"] += p.layers * float((loads / weights).max())
+                total[f"max_{when}"] += p.layers * float((loads / speeds).max())
                 total[f"mean_{when}"] += p.layers * float(loads.mean())
-            seconds += p.layers * self._cost.seconds(p.tasks.loads) / weights
+            seconds += p.layers * self._cost.seconds(p.tasks.loads) / speeds
         s.balance_before = total["max_before"] / total["mean_before"] if total["mean_before"] else 1.0
         s.balance_after = total["max_after"] / total["mean_after"] if total["mean_after"] else 1.0
         s.bytes_sent += int(sent[self._server])

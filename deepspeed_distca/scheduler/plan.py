@@ -13,6 +13,7 @@ workspace of another one (see ``relays``). Everything here is a pure function of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,8 @@ from deepspeed_distca.scheduler.relays import DEFAULT_RULE, RelayRule, relays
 #: run has the row in the relay's workspace in place of the one at home.
 PEER, HOME_ROW, WORK_ROW, ROWS = range(4)
 _TASK_DOCUMENT, _Q_START, _Q_END, _K_START, _SERVER = range(5)
+
+TaskCost = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -174,8 +177,8 @@ class PlanCompiler:
         """Any row travels between any two ranks."""
         return any(bool((runs[:, 0] != runs[:, 1]).any()) for runs in (self._q_runs, self._kv_runs))
 
-    def bytes_sent(self, heads: Heads, phase: str) -> np.ndarray:
-        """Bytes that each rank sends in one layer, as home and as server, int64 [num_ranks]."""
+    def bytes_between(self, heads: Heads, phase: str) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of one layer from each rank to each, out and back: int64 [sender, receiver] each."""
         if phase == "forward":
             q_out, q_back, kv_back = heads.q_bytes, heads.return_bytes, 0
         else:
@@ -184,15 +187,33 @@ class PlanCompiler:
                 heads.q_bytes,
                 heads.kv_bytes,
             )
-        sent = np.zeros(self._layout.num_ranks, dtype=np.int64)
-        for runs, out, back in ((self._q_runs, q_out, q_back), (self._kv_runs, heads.kv_bytes, kv_back)):
+        ranks = self._layout.num_ranks
+        out, back = (np.zeros((ranks, ranks), dtype=np.int64) for _ in range(2))
+        for runs, there, returned in ((self._q_runs, q_out, q_back), (self._kv_runs, heads.kv_bytes, kv_back)):
             server, home, rows = runs[runs[:, 0] != runs[:, 1]][:, [0, 1, 4]].T
-            np.add.at(sent, home, rows * out)
-            np.add.at(sent, server, rows * back)
-        _, relay, home, _, _, rows = self.relayed().T
-        np.add.at(sent, relay, rows * heads.kv_bytes)
-        np.add.at(sent, home, -rows * heads.kv_bytes)
-        return sent
+            np.add.at(out, (home, server), rows * there)
+            np.add.at(back, (server, home), rows * returned)
+        server, relay, home, _, _, rows = self.relayed().T
+        np.add.at(out, (relay, server), rows * heads.kv_bytes)
+        np.add.at(out, (home, server), -rows * heads.kv_bytes)
+        return out, back
+
+    def bytes_sent(self, heads: Heads, phase: str) -> np.ndarray:
+        """Bytes that each rank sends in one layer, as home and as server, int64 [num_ranks]."""
+        return sum(size.sum(axis=1) for size in self.bytes_between(heads, phase))
+
+    def loads(self, cost: TaskCost) -> tuple[np.ndarray, np.ndarray]:
+        """Cost of each server's tasks in place and in its workspace, int64 [num_ranks] each.
+
+        Args:
+            cost: of tasks, from their q_start, q_end and k_start.
+        """
+        found = []
+        for tasks in (self._local, self._remote):
+            load = np.zeros(self._layout.num_ranks, dtype=np.int64)
+            np.add.at(load, tasks[:, _SERVER], cost(tasks[:, _Q_START], tasks[:, _Q_END], tasks[:, _K_START]))
+            found.append(load)
+        return found[0], found[1]
 
     def rank(self, rank: int) -> RankPlan:
         """The part of one rank."""

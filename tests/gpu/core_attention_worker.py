@@ -31,9 +31,7 @@ from tests.distributed.random_plans import random_layout, random_tasks
 Q_HEADS, KV_HEADS, DIM = 8, 2, 128
 
 
-def check(
-    seed: int = 0, kernel: str | None = None, exchange: str = "nccl", staging_mib: int = 256
-) -> list[dict]:
+def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", staging_mib: int = 256) -> list[dict]:
     """Relative errors of out, dq, dk, dv on this rank for every case, and the plain kernel's own errors."""
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)

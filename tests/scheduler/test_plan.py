@@ -145,6 +145,8 @@ def test_whole_documents_at_home_move_nothing(seed: int, world: int) -> None:
     layout = Layout.from_lengths([rng.integers(1, 50, size=int(rng.integers(0, 5))).tolist() for _ in range(world)])
     compiler = PlanCompiler(layout, home_tasks(layout))
     assert not compiler.moves_rows and not compiler.bytes_sent(Heads(), "forward").any()
+    at_home, away = compiler.loads(lambda q_start, q_end, k_start: q_end - q_start)
+    assert at_home.tolist() == layout.tokens.tolist() and not away.any()
     for rank in range(world):
         plan = compiler.rank(rank)
         assert plan.is_local and int(plan.local.q_len.sum()) == plan.home_rows

@@ -40,8 +40,13 @@ def test_bytes_are_those_of_the_compiled_plan(layout, cost, window):
     heads = Heads(6, 2, 32, value_dim=16, element_size=4)
     tasks = balance(layout, model, phase=phase, window=window, granularity=16)
     counted = traffic(layout, tasks)
-    sent = counted.dispatch_bytes(heads, phase).sum(axis=1) + counted.return_bytes(heads, phase).sum(axis=1)
-    assert np.array_equal(sent, PlanCompiler(layout, tasks.rows).bytes_sent(heads, phase))
+    compiler = PlanCompiler(layout, tasks.rows)
+    out, back = compiler.bytes_between(heads, phase)
+    assert np.array_equal(out, counted.dispatch_bytes(heads, phase))
+    assert np.array_equal(back, counted.return_bytes(heads, phase))
+    assert np.array_equal(out.sum(axis=1) + back.sum(axis=1), compiler.bytes_sent(heads, phase))
+    at_home, away = compiler.loads(lambda q_start, q_end, k_start: model.cost(q_start, q_end, k_start, window, phase))
+    assert np.array_equal(at_home + away, tasks.loads)
 
 
 def test_bytes_of_a_plan_with_relays():
@@ -54,8 +59,9 @@ def test_bytes_of_a_plan_with_relays():
     assert (counted.dispatched_kv_rows.sum(axis=0) == counted.kv_rows.sum(axis=0)).all()
     assert counted.dispatched_kv_rows[0].sum() < counted.kv_rows[0].sum() / 2
     for phase in ("forward", "backward"):
-        sent = counted.dispatch_bytes(heads, phase).sum(axis=1) + counted.return_bytes(heads, phase).sum(axis=1)
-        assert np.array_equal(sent, compiler.bytes_sent(heads, phase))
+        out, back = compiler.bytes_between(heads, phase)
+        assert np.array_equal(out, counted.dispatch_bytes(heads, phase))
+        assert np.array_equal(back, counted.return_bytes(heads, phase))
 
 
 def test_bytes_by_hand():

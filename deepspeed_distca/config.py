@@ -53,10 +53,10 @@ class DistCAConfig(DeepSpeedConfigModel):
     """ Query rows below which no piece of a document is moved. Left out: one granule. """
 
     min_gain: float | None = Field(None, ge=0.0, allow_inf_nan=False)
-    """ What balance must save in a layer's forward or backward, less transfers that tasks do not cover, before rows are
-    moved, as a share of the time of its linear work; all of it predicted. Ranks that exchange rows wait for each other
-    in every layer, and their linear work takes the same time only to about such a share. 0: rows move whatever it
-    costs. Left out: 0.02 on GPUs, 0 on CPUs. """
+    """ What balance must save in a layer's forward or backward, less transfers that tasks do not cover, before rows
+    are moved, as a share of the time of its linear work; all of it predicted. Ranks that exchange rows wait for each
+    other in every layer, and their linear work takes the same time only to about such a share. 0: rows move whatever
+    it costs. Left out: 0.02 on GPUs, 0 on CPUs. """
 
     kernel: Literal["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen", "reference"] | None = None
     """ What computes core attention. Left out: the best that is installed and fits the device and data type. """

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import safe_get_full_grad
 
 import deepspeed_distca
-from deepspeed_distca.attention_server import overlap
+from deepspeed_distca.attention_server import nano_steps
 from deepspeed_distca.attention_server.core_attention import LayerPlan
 from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
 from deepspeed_distca.attention_server.kernels import make_kernel
@@ -289,7 +289,7 @@ class _Log:
                 handles.append(module.register_forward_hook(forward))
                 handles.append(module.register_full_backward_hook(self._linear_backward))
         with ExitStack() as stack:
-            for owner, phase in ((overlap._Forward, "forward"), (overlap._Backward, "backward")):
+            for owner, phase in ((nano_steps.ForwardSteps, "forward"), (nano_steps.BackwardSteps, "backward")):
                 for stage in ("dispatch", "serve", "collect" if phase == "forward" else "gradients"):
                     stack.enter_context(_around(owner, stage, functools.partial(self._in_stage, phase, stage)))
             for name in ("forward", "backward"):

@@ -100,6 +100,15 @@ def test_exact_for_any_lengths() -> None:
         assert (outcome["exposed_seconds"] > 0) == (outcome["bytes_moved"] > 0), outcome
 
 
+def test_rows_stay_at_home_unless_balance_saves_enough() -> None:
+    """So little work is never worth a transfer; a document that continues on the other rank is exchanged anyway."""
+    cases = [case([LAYOUTS[name]], min_gain=0.02) for name in ("uneven", "longer than a rank", "empty rank")]
+    results = run_ranks("tests.distributed.engine_worker:train_cases", 2, timeout=200, cases=cases)
+    check(results, cases)
+    uneven, longer, empty = results[0]
+    assert uneven["bytes_moved"] == empty["bytes_moved"] == 0 < longer["bytes_moved"]
+
+
 @pytest.mark.parametrize("world", [3, 4])
 def test_exact_over_more_ranks(world: int) -> None:
     spanning = [[[0, r * 23, 23], [r + 1, 0, r + 1]] for r in range(world)]

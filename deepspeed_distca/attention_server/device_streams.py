@@ -8,6 +8,7 @@ need a place on a multiprocessor that attention kernels fill. The driver's strea
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +46,12 @@ class Streams(Protocol):
         has reached the value."""
 
 
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+#: Queues from the host to a device, by default. With fewer, streams share one that is expected to run while another
+#: of them waits for a peer, and two ranks could wait for each other.
+_ENOUGH_CONNECTIONS = 8
+
+
 class DriverError(RuntimeError):
     """The driver refused a call, or lacks it."""
 
@@ -53,10 +60,16 @@ class CudaStreams:
     """Streams of high priority on a GPU.
 
     Raises:
-        DriverError: a driver without stream memory operations.
+        DriverError: a driver without stream memory operations, or too few connections to the device.
     """
 
     def __init__(self, device: torch.device) -> None:
+        connections = os.environ.get(_CONNECTIONS, "")
+        if connections.isdigit() and int(connections) < _ENOUGH_CONNECTIONS:
+            raise DriverError(
+                f"{_CONNECTIONS}={connections} makes streams wait for each other; leave it out, or set "
+                f"{_ENOUGH_CONNECTIONS} or more"
+            )
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
             self._copy = self._driver.cuMemcpyDtoDAsync_v2

@@ -218,7 +218,8 @@ class AttentionServer:
             min_gain_seconds=self._min_gain_seconds(layout, phase),
         )
         compiler = PlanCompiler(layout, tasks.rows)
-        if self._options.min_gain and compiler.moves_rows:
+        # A server of weight 0 computes nothing, whatever that costs.
+        if self._options.min_gain and compiler.moves_rows and 0 not in (self._options.server_weights or ()):
             tasks, compiler = self._unless_slower(layout, window, phase, tasks, compiler)
         part = ServerPlan(compiler.rank(self._server))
         sent = layers * compiler.bytes_sent(self._cost.heads, phase)

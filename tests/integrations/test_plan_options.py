@@ -73,10 +73,17 @@ def test_transfers_may_take_what_balance_saves() -> None:
         assert after == before > 1.8  # 0.4 GB there and back would take longer than the straggler
         assert planned(model, slow, layout, phase, 0.0)[1] < 1.01  # not asked for
         assert planned(model, slow, spanning, phase, 0.02)[1] < 1.01  # rows travel anyway
+        assert planned(model, slow, layout, phase, 0.02, (0, 1))[2][0] == 0  # a server that computes nothing
+        assert planned(model, slow, layout, phase, 0.02, (1, 2))[2][0] > 0
 
 
 def planned(
-    model: LlamaConfig, cost: CostModel, layout: Layout, phase: str, min_gain: float
+    model: LlamaConfig,
+    cost: CostModel,
+    layout: Layout,
+    phase: str,
+    min_gain: float,
+    weights: tuple[int, ...] | None = None,
 ) -> tuple[float, float, list[float]]:
     """Balance before and after, and predicted seconds of the servers."""
     exchange = SimpleNamespace(early=False)
@@ -85,7 +92,7 @@ def planned(
         exchange=exchange,
         server=0,
         cost=cost,
-        options=plan_options(parse_config({"min_gain": min_gain}), CPU, model),
+        options=plan_options(parse_config({"min_gain": min_gain}), CPU, model, weights),
         windows=[None],
         kernel="reference",
         local_first=True,

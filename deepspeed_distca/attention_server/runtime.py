@@ -215,7 +215,6 @@ class AttentionServer:
             min_shard_tokens=self._options.min_shard_tokens,
             max_received_rows=self._options.max_received_rows,
             server_weights=self._options.server_weights,
-            min_gain_seconds=self._min_gain_seconds(layout, phase),
         )
         compiler = PlanCompiler(layout, tasks.rows)
         # A server of weight 0 computes nothing, whatever that costs.
@@ -236,7 +235,8 @@ class AttentionServer:
         sizes = compiler.bytes_between(self._cost.heads, phase)
         before = float((tasks.loads_before / UNITS_PER_SECOND / speeds).max())
         after = phase_seconds(self._cost, at_home, away, *sizes, early=self._exchange.early)
-        if before - after >= self._min_gain_seconds(layout, phase):
+        flops = self._options.linear_flops * int(layout.tokens.max()) * (1 if phase == "forward" else 2)
+        if before - after >= self._options.min_gain * self._cost.linear_seconds(flops):
             return tasks, compiler
         home = Tasks(home_tasks(layout, window), tasks.loads_before, tasks.loads_before)
         at_home_only = PlanCompiler(layout, home.rows)
@@ -246,10 +246,6 @@ class AttentionServer:
         """Relative speeds of the servers, 1 on average. What is balanced is load by speed."""
         weights = np.array(self._options.server_weights or [1] * servers, dtype=np.float64)
         return np.where(weights > 0, weights / weights.mean(), 1.0)
-
-    def _min_gain_seconds(self, layout: Layout, phase: str) -> float:
-        flops = self._options.linear_flops * int(layout.tokens.max()) * (1 if phase == "forward" else 2)
-        return self._options.min_gain * self._cost.linear_seconds(flops)
 
     def _kernel(self, q, k, v, spec: AttentionSpec) -> Kernel:
         key = (q.device, q.dtype, q.shape[1:], k.shape[1:], v.shape[1:], spec)

@@ -67,12 +67,10 @@ def balance(
     heads: Heads | None = None,
     server_weights: Sequence[int] | None = None,
     max_received_rows: int | None = None,
-    min_gain_seconds: float = 0.0,
 ) -> Tasks:
     """Spreads a layout's core attention so that no server's load exceeds (1 + tolerance) times its share.
 
-    A pure function of its arguments. Where loads are within the tolerance already, or balance would save less than
-    `min_gain_seconds`, every row is computed at its home.
+    A pure function of its arguments. Where loads are within the tolerance already, every row is computed at its home.
     Otherwise the bound holds wherever cuts of the granularity allow it: a server is left above it only where one more
     shard of `min_shard_tokens` rows (a whole piece, if it is shorter than two) would put the least loaded server above
     that server's own load.
@@ -92,8 +90,6 @@ def balance(
         max_received_rows: the most query plus key/value rows that a server may receive. It costs balance where it
             binds. Key/value rows that a server needs for its own queries count, but are received even where they
             alone pass the cap.
-        min_gain_seconds: what balance has to save before rows are moved: servers that exchange rows wait for each
-            other. Documents on several ranks are exchanged anyway, so with any of them it does not count.
 
     Returns:
         The tasks, with predicted loads.
@@ -103,7 +99,7 @@ def balance(
         ValueError: an option out of range.
         OverflowError: documents so long that costs leave int64.
     """
-    _check_options(tolerance, min_shard_tokens, granularity, window, max_received_rows, min_gain_seconds)
+    _check_options(tolerance, min_shard_tokens, granularity, window, max_received_rows)
     terms = cost.phase(phase)
     layout.validate()
     num_ranks = layout.num_ranks
@@ -115,8 +111,7 @@ def balance(
         raise OverflowError(f"the layout's total cost exceeds {MAX_COST} fs: its documents are too long")
     before = _sum_by(pieces[:, PIECE_RANK], costs, num_ranks)
     loads = before.tolist()
-    too_little = shares.gain(loads) < min_gain_seconds * UNITS_PER_SECOND and not _documents_continue(pieces)
-    if shares.are_kept(loads) or too_little:
+    if shares.are_kept(loads):
         return Tasks(task_rows(pieces, window), before, before)
 
     common = dict(
@@ -174,23 +169,15 @@ def _check_options(
     granularity: int,
     window: int | None,
     max_received_rows: int | None,
-    min_gain_seconds: float,
 ) -> None:
-    for name, value in (("tolerance", tolerance), ("min_gain_seconds", min_gain_seconds)):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not isfinite(value) or value < 0:
-            raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if not number or not isfinite(tolerance) or tolerance < 0:
+        raise ValueError(f"tolerance must be a finite number >= 0, got {tolerance!r}")
     optional = {"min_shard_tokens": min_shard_tokens, "window": window, "max_received_rows": max_received_rows}
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {"granularity": granularity, **given}.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-
-
-def _documents_continue(pieces: np.ndarray) -> bool:
-    """Whether some document lies on more than one rank."""
-    homes = np.unique(pieces[:, [PIECE_DOCUMENT, PIECE_RANK]], axis=0)
-    return bool((homes[1:, 0] == homes[:-1, 0]).any())
 
 
 def _row_costs(heads: Heads, phase: Phase, bytes_per_second: int) -> tuple[int, int]:

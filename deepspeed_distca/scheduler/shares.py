@@ -37,14 +37,6 @@ class Shares:
         """No load exceeds its limit."""
         return all(load <= limit for load, limit in zip(loads, self.limits(sum(loads)), strict=True))
 
-    def gain(self, loads: list[int]) -> int:
-        """What balance would save at most: the largest load by relative speed, less every server's even share."""
-        heaviest = max(
-            load * self._sum // (weight * len(loads)) if weight else load << 60
-            for load, weight in zip(loads, self.weights, strict=True)
-        )
-        return heaviest - sum(loads) // len(loads)
-
     def total_at(self, loads: list[int]) -> int:
         """The total load whose limits these loads keep; a server of weight 0 does not count."""
         factor = _TOLERANCE_UNIT + self._slack

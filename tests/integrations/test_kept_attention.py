@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from deepspeed_distca.attention_server import core_attention
-from deepspeed_distca.attention_server.runtime import AttentionServer, PlanOptions
+from deepspeed_distca.attention_server.runtime import PlanOptions
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.integrations.kept_attention import KeptAttention
 from deepspeed_distca.layout import Layout
@@ -20,6 +20,7 @@ from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
 from tests.distributed.harness import run_ranks
 from tests.integrations import kept_attention_worker
+from tests.integrations.lone_server import lone_server
 
 HEADS, DIM, TOKENS = 2, 4, 29
 WIDTH = HEADS * DIM
@@ -27,20 +28,8 @@ BOUND = 1e-5
 
 
 def make_plan():
-    server = AttentionServer(
-        agreement=None,
-        exchange=None,
-        server=0,
-        cost=CostModel.fitted(Heads(query=HEADS, key_value=HEADS, head_dim=DIM, value_dim=None, element_size=8)),
-        options=PlanOptions(0.0, 1, None, None),
-        windows=[None],
-        kernel="reference",
-        local_first=True,
-        check_plan=False,
-        accumulation_steps=lambda: 1,
-        ranks=1,
-        step=lambda: 0,
-    )
+    heads = Heads(query=HEADS, key_value=HEADS, head_dim=DIM, value_dim=None, element_size=8)
+    server = lone_server(CostModel.fitted(heads), PlanOptions(0.0, 1, None, None))
     return server.plan_alone(Layout.from_lengths([[17, 1, 11]]))
 
 

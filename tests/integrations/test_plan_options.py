@@ -6,17 +6,21 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from deepspeed_distca.attention_server.agreement import Agreement
-from deepspeed_distca.attention_server.runtime import AttentionServer
+from deepspeed_distca.attention_server.runtime import PlanOptions
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.integrations.plan_options import MIN_GAIN, linear_flops, plan_options
 from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
+from tests.integrations.lone_server import lone_server
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = dict(hidden_size=64, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2, vocab_size=32)
@@ -77,6 +81,28 @@ def test_transfers_may_take_what_balance_saves() -> None:
         assert planned(model, slow, layout, phase, 0.02, (1, 2))[2][0] > 0
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 3000), max_size=4), min_size=2, max_size=5),
+    weights=st.none() | st.lists(st.integers(1, 4), min_size=5, max_size=5),
+    share=st.floats(0, 2),
+)
+def test_a_plan_that_saves_too_little_keeps_every_row_at_home(lengths, weights, share) -> None:
+    layout = Layout.from_lengths(lengths)
+    weights = None if weights is None else tuple(weights[: layout.num_ranks])
+    speeds = np.array(weights or [1] * layout.num_ranks) / np.mean(weights or [1])
+    cost = replace(CostModel.area(Heads()), bytes_per_second=10**30, latency=0)
+    free = balance(layout, cost, tolerance=0, server_weights=weights)
+    before, after = ((loads / 1e15 / speeds).max() for loads in (free.loads_before, free.loads))
+    assume(before > after and abs(share - 1) > 1e-6)
+    linear = cost.linear_seconds(int(layout.tokens.max()))
+    options = PlanOptions(0.0, 128, None, None, weights, min_gain=share * (before - after) / linear, linear_flops=1)
+    server = lone_server(cost, options, SimpleNamespace(early=True))
+    server.plan_tick("forward", [(layout, None, 1)], note=True)
+    expected = free.loads_before if share > 1 else free.loads
+    assert server.planned.predicted_server_seconds == (cost.seconds(expected) / speeds).tolist()
+
+
 def planned(
     model: LlamaConfig,
     cost: CostModel,
@@ -86,21 +112,8 @@ def planned(
     weights: tuple[int, ...] | None = None,
 ) -> tuple[float, float, list[float]]:
     """Balance before and after, and predicted seconds of the servers."""
-    exchange = SimpleNamespace(early=False)
-    server = AttentionServer(
-        agreement=Agreement(None, 1, 0),
-        exchange=exchange,
-        server=0,
-        cost=cost,
-        options=plan_options(parse_config({"min_gain": min_gain}), CPU, model, weights),
-        windows=[None],
-        kernel="reference",
-        local_first=True,
-        check_plan=False,
-        accumulation_steps=lambda: 1,
-        ranks=1,
-        step=lambda: 0,
-    )
+    options = plan_options(parse_config({"min_gain": min_gain}), CPU, model, weights)
+    server = lone_server(cost, options, SimpleNamespace(early=False))
     server.plan_tick(phase, [(layout, None, 1)], note=True)
     stats = server.planned
     return stats.balance_before, stats.balance_after, stats.predicted_server_seconds

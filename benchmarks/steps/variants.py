@@ -159,8 +159,7 @@ def make_variants(
     more: dict[str, Any] | None = None,
 ) -> list[Variant]:
     """The variants in the order of `kinds`, which are of KINDS; the plugin with every overlap, tolerance and exchange,
-    and `more` keys in its block.
-    A kind that is named again is measured again, which tells how steady the machine is."""
+    and `more` keys in its block. A kind named again is measured again, which tells how steady the machine is."""
     variants: list[Variant] = []
     own = {"plain": PlainAttention(), "ulysses": UlyssesAttention()}
     for kind in kinds:

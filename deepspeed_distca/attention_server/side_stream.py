@@ -5,8 +5,7 @@ Both batches of tasks are queued at once: those at home on the caller's stream, 
 behind the rows that they wait for. Until those are there, tasks at home run. From then on the workspace's go first,
 since others wait for their results: the stream has a high priority, and a GPU gives a multiprocessor that becomes free
 to the kernel of the highest one. What is left of the tasks at home covers the way back. Nothing has to be divided in
-advance, a rank that is early does not wait for one that is late while it has tasks of its own, and neither of the two
-kernels leaves multiprocessors idle in its last round.
+advance, and a rank that is early does not wait for one that is late while it has tasks of its own.
 """
 
 from __future__ import annotations

@@ -77,13 +77,13 @@ class DeviceTimer:
         """The same between the last two resets; None if there were no two, or where the device is still at it."""
         return (None, None) if self._before is None else self._before.read(wait=False)
 
-    def kernel(self, tensor: torch.Tensor) -> _Interval:
+    def kernel(self, tensor: torch.Tensor) -> _Timing:
         """A context in which kernels run on the tensor's device."""
-        return _Interval(self._now.kernels, tensor.is_cuda)
+        return _Timing(self._now.kernels, tensor.is_cuda)
 
-    def wait(self, tensor: torch.Tensor) -> _Interval:
+    def wait(self, tensor: torch.Tensor) -> _Timing:
         """A context in which the current stream waits for others."""
-        return _Interval(self._now.waits, tensor.is_cuda)
+        return _Timing(self._now.waits, tensor.is_cuda)
 
 
 Interval = tuple[float, float] | tuple[torch.cuda.Event, torch.cuda.Event]
@@ -128,7 +128,7 @@ def _length(intervals: list[tuple[float, float]]) -> float:
     return length
 
 
-class _Interval:
+class _Timing:
     def __init__(self, intervals: list[Interval], on_gpu: bool) -> None:
         self._intervals, self._on_gpu = intervals, on_gpu
 

@@ -11,13 +11,13 @@ larger in bf16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from deepspeed_distca.attention_server.exchange import Exchange, Pending
+from deepspeed_distca.attention_server.exchange import Exchange, Messages, Pending
 from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.rows import (
@@ -32,6 +32,8 @@ from deepspeed_distca.attention_server.rows import (
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,19 @@ def _forward(q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> t
     lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
     stats = list(consecutive(lse_back, p.returned))
     returning = plan.exchange.expect([*take_back(out, p.q_out), *stats[: len(p.q_out)]], sends=bool(p.q_in))
-    behind = _behind(plan, dispatched, q.device)
-    if len(p.local):
-        kernel.forward(q, k, v, p.local, spec, out, lse)
-    with _aside(plan, p, behind, q.device):
+
+    def at_home() -> None:
+        if len(p.local):
+            kernel.forward(q, k, v, p.local, spec, out, lse)
+
+    def away() -> tuple[torch.Tensor, torch.Tensor, Messages, Pending | None]:
         dispatched.wait()
         out_work, lse_work = kernel.forward(q_work, k_work, v_work, p.remote, spec)
-        lse_work = lse_work.t().contiguous()
+        lse_work = _transposed(lse_work)
         results = [*give_back(out_work, p.q_in), *give_back(lse_work, p.q_in)]
-        giving_back = returning.start(results) if plan.exchange.early else None
+        return out_work, lse_work, results, returning.start(results) if plan.exchange.early else None
+
+    out_work, lse_work, results, giving_back = _run(plan, p, dispatched, at_home, away, q.device)
     giving_back = giving_back or returning.start(results)
     for run, (_, row) in zip(p.q_keep, stats[len(p.q_out) :], strict=True):
         out[run.at_home].copy_(out_work[run.at_work])
@@ -165,13 +171,14 @@ def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpe
         [*take_back(dq, p.q_out), *consecutive(dk_back, p.kv_out), *consecutive(dv_back, p.kv_out)],
         sends=bool(p.q_in or p.kv_in),
     )
-    behind = _behind(plan, dispatched, q.device)
-    at_home()
-    with _aside(plan, p, behind, q.device):
+
+    def away() -> tuple[tuple[torch.Tensor, ...], Messages, Pending | None]:
         dispatched.wait()
-        dq_work, dk_work, dv_work = _serve_backward(p, kernel, spec, dout_work, q_work, k_work, v_work, stats_work)
-        results = [*give_back(dq_work, p.q_in), *give_back(dk_work, p.kv_in), *give_back(dv_work, p.kv_in)]
-        giving_back = returning.start(results) if plan.exchange.early else None
+        work = _serve_backward(p, kernel, spec, dout_work, q_work, k_work, v_work, stats_work)
+        results = [*give_back(work[0], p.q_in), *give_back(work[1], p.kv_in), *give_back(work[2], p.kv_in)]
+        return work, results, returning.start(results) if plan.exchange.early else None
+
+    (dq_work, dk_work, dv_work), results, giving_back = _run(plan, p, dispatched, at_home, away, q.device)
     giving_back = giving_back or returning.start(results)
     for run in p.q_keep:
         dq[run.at_home].copy_(dq_work[run.at_work])
@@ -183,7 +190,7 @@ def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpe
 
 def _serve_backward(p: ServerPlan, kernel: Kernel, spec, dout, q, k, v, stats):
     """Gradients of the tasks in the workspace: (dq, dk, dv), dk and dv summed over the tasks that share keys."""
-    lse, delta = (t.t().contiguous() for t in stats.unbind(1))
+    lse, delta = (_transposed(t) for t in stats.unbind(1))
     grad_dtype = kernel.grad_dtype(q.dtype)
     dq = torch.empty_like(q)
 
@@ -198,35 +205,38 @@ def _serve_backward(p: ServerPlan, kernel: Kernel, spec, dout, q, k, v, stats):
         return dq, dk, dv
     sum_dtype = torch.promote_types(grad_dtype, torch.float32)
     dk_sum, dv_sum = torch.zeros_like(k, dtype=sum_dtype), torch.zeros_like(v, dtype=sum_dtype)
+    dk, dv = torch.empty_like(k, dtype=grad_dtype), torch.empty_like(v, dtype=grad_dtype)
     for tasks in p.waves:
-        dk, dv = torch.zeros_like(k, dtype=grad_dtype), torch.zeros_like(v, dtype=grad_dtype)
-        run(tasks, dk, dv)
+        run(tasks, dk.zero_(), dv.zero_())
         dk_sum += dk
         dv_sum += dv
-    return dq, dk_sum.to(grad_dtype), dv_sum.to(grad_dtype)
+    return dq, *(torch.empty_like(t, dtype=grad_dtype).copy_(t) for t in (dk_sum, dv_sum))
 
 
-def _behind(plan: LayerPlan, dispatched: Pending, device: torch.device) -> torch.cuda.Event | None:
-    """What tasks in the workspace must follow beside their rows; without a side stream the caller waits for those."""
+def _run(
+    plan: LayerPlan,
+    p: ServerPlan,
+    dispatched: Pending,
+    at_home: Callable[[], None],
+    away: Callable[[], Result],
+    device: torch.device,
+) -> Result:
+    """Tasks in place and tasks in the workspace, beside each other where there are both a side stream and the latter.
+
+    A rank without any in its workspace only waits for its results, behind its own tasks: NCCL's receive would hold
+    multiprocessors until they come.
+    """
+    if plan.side is not None and len(p.remote):
+        return plan.side.run(at_home, away, device)
     if plan.side is None:
         dispatched.wait()
-        return None
-    return plan.side.mark(device)
+    at_home()
+    return away()
 
 
-@contextmanager
-def _aside(plan: LayerPlan, p: ServerPlan, behind: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
-    """Tasks in the workspace beside those at home, where there are some; joined afterwards.
-
-    A rank without any only waits for its results, behind its own tasks: NCCL's receive would hold multiprocessors
-    until they come.
-    """
-    if plan.side is None or not len(p.remote):
-        yield
-        return
-    with plan.side.aside(behind, device):
-        yield
-    plan.side.join(device)
+def _transposed(x: torch.Tensor) -> torch.Tensor:
+    """Its transpose, contiguous. Made empty first: see :class:`~.side_stream.BorrowedMemory`."""
+    return x.new_empty(x.shape[::-1]).copy_(x.t())
 
 
 def _workspace(p: ServerPlan, q, k, v) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

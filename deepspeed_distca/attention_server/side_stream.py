@@ -10,40 +10,87 @@ advance, and a rank that is early does not wait for one that is late while it ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+Result = TypeVar("Result")
 
 
 class SideStream:
-    """Work beside the caller's: on GPUs a stream of high priority, made once; elsewhere the caller's own turn.
-
-    A tensor of the caller's may be used aside if it is kept until the caller has joined. One that was made aside may
-    be used by the caller after joining, since what runs aside later follows a later point of the caller's stream.
-    """
+    """Work beside the caller's: on GPUs a stream of high priority, made once; elsewhere the caller's own turn."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def mark(self, device: torch.device) -> torch.cuda.Event | None:
-        """A point behind all that is queued on the caller's stream by now."""
-        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    def run(self, at_home: Callable[[], None], away: Callable[[], Result], device: torch.device) -> Result:
+        """Queues both, `away` on the side stream; what the caller queues from now on follows both.
 
-    @contextmanager
-    def aside(self, after: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
-        """What is queued within runs aside, behind that point and what ran aside before."""
+        Tensors of the caller's may be used aside if they are kept until this returns, and those made aside may be used
+        by the caller then.
+        """
         if device.type != "cuda":
-            yield
-            return
+            at_home()
+            return away()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)
-        stream = self._streams[device]
-        stream.wait_event(after)
-        with torch.cuda.stream(stream):
-            yield
+        side, caller = self._streams[device], torch.cuda.current_stream(device)
+        side.wait_stream(caller)
+        memory = BorrowedMemory(lambda: torch.cuda.stream(caller))
+        # First: whatever memory is free by now is free behind the point that the side stream waits for. What the
+        # tasks at home free, though, is free behind their kernels only.
+        with torch.cuda.stream(side), memory:
+            result = away()
+        at_home()
+        caller.wait_stream(side)
+        memory.release()
+        return result
 
-    def join(self, device: torch.device) -> None:
-        """What the caller queues from now on follows everything that ran aside."""
-        if device in self._streams:
-            torch.cuda.current_stream(device).wait_stream(self._streams[device])
+
+#: The calls that make tensors without a value, or of zeros, and their counterparts without a value.
+_EMPTY = {
+    torch.empty: torch.empty,
+    torch.empty_like: torch.empty_like,
+    torch.Tensor.new_empty: torch.Tensor.new_empty,
+}
+_ZEROS = {
+    torch.zeros: torch.empty,
+    torch.zeros_like: torch.empty_like,
+    torch.Tensor.new_zeros: torch.Tensor.new_empty,
+}
+
+
+class BorrowedMemory(TorchFunctionMode):
+    """Within it tensors are made of the memory of another stream.
+
+    torch's allocator keeps the memory of each stream for itself. A stream that works for some micro-batches only would
+    hold the most that any of them ever asked of it, while the caller's has that much to spare at the time. A kernel
+    library's work buffers are made by these calls as well.
+
+    Args:
+        owner: a context in which the other stream is current.
+    """
+
+    def __init__(self, owner: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self._owner = owner
+        self._kept: list[torch.Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        zeros = func in _ZEROS
+        make = _ZEROS[func] if zeros else _EMPTY.get(func)
+        if make is None:
+            return func(*args, **kwargs)
+        with self._owner():
+            tensor = make(*args, **kwargs)
+        self._kept.append(tensor)
+        # Filled here: on the other stream it could be filled too late.
+        return tensor.zero_() if zeros else tensor
+
+    def release(self) -> None:
+        """Lets go of the tensors, which it keeps until then: the owner must be behind what was done with them."""
+        self._kept.clear()

@@ -76,6 +76,10 @@ def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", stag
             )
     dist.barrier()
     torch.cuda.synchronize()
+    # Other streams than this one hold next to nothing: tasks beside those at home use this one's memory.
+    own = torch.cuda.current_stream(device).cuda_stream
+    others = sum(s["total_size"] for s in torch.cuda.memory_snapshot() if s["device"] == rank and s["stream"] != own)
+    assert others <= 8 << 20, f"{others >> 20} MiB are held for other streams"
     return results
 
 

@@ -189,7 +189,8 @@ class FlashAttention4Kernel:
                 out = out_from_delta(dout, delta)
             else:
                 # The library forms rowsum(dout * out) - dlse: with out = 0 and dlse = -delta that is delta, exactly.
-                out, dlse = torch.zeros_like(dout), delta.float().neg()
+                out = torch.zeros_like(dout)
+                dlse = torch.neg(delta, out=torch.empty_like(delta, dtype=torch.float32))
         self._library()._flash_attn_bwd(
             q,
             k,

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of another stream: what is made in it, what is not, how long it is kept; the caller's own turn on CPU."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from deepspeed_distca.attention_server.side_stream import BorrowedMemory, SideStream
+
+LIKE = torch.ones(3, 2)
+MAKERS = {
+    "empty": lambda: torch.empty(3, 2, device="cpu"),
+    "empty_like": lambda: torch.empty_like(LIKE, dtype=torch.float64),
+    "new_empty": lambda: LIKE.new_empty((3, 2)),
+    "zeros": lambda: torch.zeros((3, 2), dtype=torch.float64),
+    "zeros_like": lambda: torch.zeros_like(LIKE),
+    "new_zeros": lambda: LIKE.new_zeros((3, 2)),
+}
+
+
+class Owner:
+    """Stands for the stream: counts how often it was current, and whether it is."""
+
+    def __init__(self) -> None:
+        self.entered, self.current = 0, False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.entered, self.current = self.entered + 1, True
+        yield
+        self.current = False
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_tensors_are_made_by_the_owner_and_filled_by_the_borrower(name: str, monkeypatch) -> None:
+    owner, filled = Owner(), []
+    zero_ = torch.Tensor.zero_
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda t: filled.append(owner.current) or zero_(t))
+    expected = MAKERS[name]()
+    memory = BorrowedMemory(owner)
+    with memory:
+        tensor = MAKERS[name]()
+    assert owner.entered == 1
+    assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
+    if "zeros" in name:
+        assert not tensor.any() and filled == [False]
+
+
+def test_a_tensor_is_kept_until_it_is_released() -> None:
+    memory = BorrowedMemory(Owner())
+    with memory:
+        tensor = torch.empty(5)
+    kept = weakref.ref(tensor.untyped_storage())
+    storage = tensor.untyped_storage().data_ptr()
+    del tensor
+    gc.collect()
+    assert [t.untyped_storage().data_ptr() for t in memory._kept] == [storage]
+    memory.release()
+    gc.collect()
+    assert kept() is None and not memory._kept
+
+
+def test_within_an_autograd_function_and_not_outside() -> None:
+    owner = Owner()
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with BorrowedMemory(owner):
+                return x.new_empty(x.shape).copy_(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with BorrowedMemory(owner):
+                return torch.zeros_like(gradient) + 2 * gradient
+
+    x = torch.ones(4, requires_grad=True)
+    y = Function.apply(x)
+    assert owner.entered == 1
+    y.sum().backward()
+    assert owner.entered == 2 and torch.equal(x.grad, torch.full((4,), 2.0))
+    torch.empty(3)
+    assert owner.entered == 2
+
+
+def test_without_streams_the_tasks_at_home_come_first() -> None:
+    done = []
+    result = SideStream().run(lambda: done.append("home"), lambda: done.append("away") or 5, torch.device("cpu"))
+    assert result == 5 and done == ["home", "away"]

@@ -19,9 +19,12 @@ and so its attention work is less than that of the uncut documents; with ":whole
 out.
 
 Variants: "plain" is the same model under DeepSpeed without the plugin; "distca" the plugin, with each of the overlaps
-and tolerances given; "ulysses" DeepSpeed-Ulysses over all ranks on the same global batch. All have the same kernel,
-the same initial weights, the same batches in the same order, and run in one process, an engine for each variant. To
-try the script it runs on CPU too: `--hidden 256 --head-dim 32 --tokens 512`. What is reported: steps/report.py, NOTES.
+and tolerances given; "ulysses" DeepSpeed-Ulysses over all ranks on the same global batch; "evened" is plain on other
+documents, which have the mean of the ranks' attention on every rank. All have the same kernel, the same initial
+weights, the same batches in the same order, and run in one process, an engine for each variant. One variant follows
+the other, which shows the memory of each; with `--turns` they take turns step by step, so that a card that warms up
+favours none. To try the script it runs on CPU too: `--hidden 256 --head-dim 32 --tokens 512`. What is reported:
+steps/report.py, NOTES.
 """
 
 from __future__ import annotations
@@ -56,7 +59,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mixes", nargs="*", default=list(MIXES), choices=[*MIXES, ONE])
     parser.add_argument("--workloads", nargs="*", default=[], metavar="NAME:BATCHES[:shuffled[=SEED]][:whole]")
     parser.add_argument("--context", type=int, default=131072, help="of the workloads' sampling")
-    parser.add_argument("--variants", nargs="+", default=list(KINDS), choices=KINDS, help="in the order to run them")
+    parser.add_argument(
+        "--variants", nargs="+", default=["plain", "distca", "ulysses"], choices=KINDS, help="in the order to run them"
+    )
+    parser.add_argument("--turns", action="store_true", help="all engines at once, a step of each in turn; no memory")
     parser.add_argument(
         "--overlap", nargs="+", default=["none", "local_first"], help=f'"{LEFT_OUT}": the key left out'
     )
@@ -108,6 +114,9 @@ def main() -> None:
         note(results, unfit + ".")
     variants = make_variants(kinds, args.overlap, args.tolerance, args.exchange, args.block)
     traced = next((v for v in reversed(variants) if v.block is not None), None)
+    if args.turns:
+        take_turns(args, variants, batches, budget, results, device)
+        variants = []
     for variant in variants:
         complete = run(args, variant, batches, budget, results, device, trace=variant is traced)
         if dist.get_rank() == 0 and args.json:
@@ -171,6 +180,39 @@ def run(
         measure.timeline(engine, variant, mine[0], args, args.timeline)
     measure.destroy(engine, variant)
     return complete
+
+
+def take_turns(
+    args: argparse.Namespace,
+    variants: list[Variant],
+    batches: list[Batch],
+    budget: measure.Budget,
+    results: Results,
+    device: torch.device,
+) -> None:
+    """Collective: all variants on every batch, a step of each in turn."""
+    engines = {variant.name: measure.make_engine(args, variant, device) for variant in variants}
+    for index, batch in enumerate(batches):
+        if budget.over():
+            note(
+                results, f"The budget of {args.budget_seconds:g} s was over before {batch.name}; the rest was not run."
+            )
+            break
+        mine = {v.name: measure.Measurement(engines[v.name], v, batch, args) for v in variants if v.fits(batch)}
+        warm_up = args.warm_up + (measure.FIRST_WARM_UP if index == 0 else 0)
+        for turn in range(warm_up + args.steps):
+            for measurement in mine.values():
+                measurement.step(count=turn >= warm_up)
+        for name, measurement in mine.items():
+            row = measurement.row()
+            row.pop("peak_gib", None)  # of all engines together
+            results.add(batch.group, batch.name, name, row)
+        if dist.get_rank() == 0:
+            print("\n".join(results.line(batch.name, name) for name in mine), flush=True)
+            if args.json:
+                results.save_json(args.json)
+    for variant in variants:
+        measure.destroy(engines[variant.name], variant)
 
 
 def note(results: Results, text: str) -> None:

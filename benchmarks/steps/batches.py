@@ -17,6 +17,7 @@ from workloads.sampling import NAMES, layouts
 
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.layout import DOCUMENT, LENGTH, Layout, Segment
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 
 MIXES = ("long|short", "half|short", "even", "short")
 ONE = "one"
@@ -120,6 +121,36 @@ def workload(spec: str, world: int, tokens: int, context: int) -> list[Batch]:
             spread = Layout.from_lengths([[s.length for s in spread.rank(rank)] for rank in range(world)])
         batches.append(Batch(f"{group} #{index}", group, spread.validate(), whole and world > 1))
     return batches
+
+
+def evened(batch: Batch) -> Batch:
+    """Other documents, the same on every rank: as many tokens, and the mean of the ranks' attention as it is
+    predicted. One long document and equal short ones, so that nothing has to be moved."""
+    cost, tokens = CostModel.fitted(), int(batch.layout.tokens.max())
+
+    def seconds(lengths: list[int]) -> float:
+        ends = np.array(lengths, dtype=np.int64)
+        start = np.zeros_like(ends)
+        return float(sum(cost.cost(start, ends, start, phase=phase).sum() for phase in PHASES))
+
+    ranks = range(batch.layout.num_ranks)
+    wanted = float(np.mean([seconds([s.length for s in batch.layout.rank(rank)]) for rank in ranks]))
+    short = min(_SHORT, tokens)
+    while short > 1 and seconds(_cut(tokens, short)) > wanted:
+        short //= 2
+    low, high = 0, tokens
+    while high - low > 1:
+        middle = (low + high) // 2
+        above = seconds([middle, *_cut(tokens - middle, short)]) > wanted
+        low, high = (low, middle) if above else (middle, high)
+    documents = [*([low] if low else []), *_cut(tokens - low, short)]
+    return Batch(batch.name, batch.group, Layout.from_lengths([documents] * batch.layout.num_ranks))
+
+
+def _cut(tokens: int, length: int) -> list[int]:
+    """Documents of that length, the last one shorter."""
+    whole, rest = divmod(tokens, length)
+    return [length] * whole + ([rest] if rest else [])
 
 
 def _spread(documents: list[int], world: int, tokens: int) -> Layout:

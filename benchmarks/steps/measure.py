@@ -112,61 +112,88 @@ def step(engine, arguments: dict[str, Any]) -> torch.Tensor:
     return loss.detach()
 
 
+class Measurement:
+    """Steps of one variant on one batch. Its methods are collective."""
+
+    def __init__(self, engine, variant: Variant, batch: Batch, args: argparse.Namespace) -> None:
+        self._engine, self._variant, self._args = engine, variant, args
+        self._batch = variant.batch(batch)
+        inputs = self._batch.inputs(dist.get_rank(), args.vocabulary, engine.device)
+        self._arguments = variant.arguments(self._batch, inputs)
+        if variant.own is not None:
+            variant.own.use(self._batch, dist.get_rank())
+            self._plan = variant.own.plan
+        self._taken: list[list[float]] = []
+        self._when: list[tuple[float, float]] = []
+        self._on_gpu = engine.device.type == "cuda"
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def step(self, count: bool) -> None:
+        """One optimizer step; `count`: it is measured."""
+        own = self._variant.own
+        if own is not None:
+            own.plan = self._plan
+            own.timer.reset()
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+        began, start = time.time(), time.perf_counter()
+        self._loss = step(self._engine, self._arguments)
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        if not count:
+            return
+        self._when.append((began, began + seconds))
+        if own is None:
+            stats = self._engine.distca.stats
+            self._taken.append([seconds, stats.server_seconds, stats.exposed_seconds])
+        else:
+            self._taken.append([seconds, own.timer.seconds[0], 0.0])
+
+    def row(self) -> dict[str, Any]:
+        """What was measured.
+
+        Returns:
+            "ms", the median of the slowest rank's steps; "steps", [rank][step] of milliseconds (whole step, attention
+            kernels, exposed communication); medians of the latter two by rank; "when", the beginning and end of every
+            step in seconds since 1970, of this rank; the loss before the last step, mean over ranks; memory by rank;
+            what was planned.
+        """
+        device, own = self._engine.device, self._variant.own
+        by_rank = _gather(torch.tensor(self._taken, dtype=torch.float64) * 1e3, device)  # [ranks, steps, 3]
+        _, attention, exposed = by_rank.median(1).values.unbind(1)
+        row: dict[str, Any] = {
+            "ms": statistics.median(by_rank[:, :, 0].amax(0).tolist()),
+            "attention_ms": attention.tolist(),
+            "exposed_ms": exposed.tolist() if own is None else None,
+            "loss": float(_gather(self._loss.double().reshape(1), device).mean()),
+            "steps": by_rank.tolist(),
+            "when": self._when,
+        }
+        if self._on_gpu:
+            memory = [torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()]
+            peak, held = (_gather(torch.tensor(memory, dtype=torch.float64), device) / GIB).unbind(1)
+            row |= {"peak_gib": peak.tolist(), "reserved_gib": held.tolist()}
+        return row | _planned(self._engine, self._variant, self._batch, self._args)
+
+
 def measure(
     engine, variant: Variant, batch: Batch, args: argparse.Namespace, warm_up: int, reserved: list[float]
 ) -> dict[str, Any]:
-    """Collective: steps on one batch.
+    """Collective: steps on one batch, one after another; see :meth:`Measurement.row`.
 
     Args:
         warm_up: steps before `args.steps` measured ones.
         reserved: gets the reserved memory in GiB after each step, of this rank.
-
-    Returns:
-        "ms", the median of the slowest rank's steps; "steps", [rank][step] of milliseconds (whole step, attention
-        kernels, exposed communication); medians of the latter two by rank; the loss before the last step, mean over
-        ranks; memory by rank; what was planned.
     """
-    device, rank, on_gpu = engine.device, dist.get_rank(), engine.device.type == "cuda"
-    arguments = variant.arguments(batch, batch.inputs(rank, args.vocabulary, device))
-    own = variant.own
-    if own is not None:
-        own.use(batch, rank)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    taken = []
+    measurement = Measurement(engine, variant, batch, args)
     for index in range(warm_up + args.steps):
-        if own is not None:
-            own.timer.reset()
-        if on_gpu:
-            torch.cuda.synchronize()
-        dist.barrier()
-        start = time.perf_counter()
-        loss = step(engine, arguments)
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        if on_gpu:
+        measurement.step(count=index >= warm_up)
+        if engine.device.type == "cuda":
             reserved.append(torch.cuda.memory_reserved() / GIB)
-        if index >= warm_up:
-            if own is None:
-                stats = engine.distca.stats
-                taken.append([seconds, stats.server_seconds, stats.exposed_seconds])
-            else:
-                taken.append([seconds, own.timer.seconds[0], 0.0])
-    by_rank = _gather(torch.tensor(taken, dtype=torch.float64) * 1e3, device)  # [ranks, steps, 3]
-    _, attention, exposed = by_rank.median(1).values.unbind(1)
-    row: dict[str, Any] = {
-        "ms": statistics.median(by_rank[:, :, 0].amax(0).tolist()),
-        "attention_ms": attention.tolist(),
-        "exposed_ms": exposed.tolist() if own is None else None,
-        "loss": float(_gather(loss.double().reshape(1), device).mean()),
-        "steps": by_rank.tolist(),
-    }
-    if on_gpu:
-        memory = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()], dtype=torch.float64)
-        peak, held = (_gather(memory, device) / GIB).unbind(1)
-        row |= {"peak_gib": peak.tolist(), "reserved_gib": held.tolist()}
-    return row | _planned(engine, variant, batch, args)
+    return measurement.row()
 
 
 def timeline(engine, variant: Variant, batch: Batch, args: argparse.Namespace, path: Path) -> None:

@@ -12,21 +12,24 @@ from typing import Any
 
 #: Below this share of plain's time there is nothing to gain, and a share of it would be noise.
 LEAST_GAIN = 0.01
-PLAIN = "plain"
+PLAIN, EVENED = "plain", "evened"
 
 NOTES = """\
 Times are medians of the slowest rank's whole optimizer steps; "of plain" is a variant's time over plain's on the very
 same batch. The ideal of a batch is plain's step with its attention evened out for nothing: plain's time, less the
 largest over the ranks of its attention kernels' time, plus their mean. The share of the ideal is (plain - variant) /
 (plain - ideal), a mean over batches; batches with less than 1 % to gain are skipped, in brackets: how many. "Of all
-together" is the same of the batches' sums, none skipped. Balance is the largest over the mean of the servers'
-attention time: as planned (predicted), and measured, before in plain and after in the variant. MiB is what a rank
-sends for attention in a step: mean over ranks, and the worst rank. Exposed is the time in which a rank waits for an
-exchange and no attention kernel runs, on the rank where it is longest, also in % of the step; for Ulysses it was not
-measured. Loss is the largest relative difference from plain's on the same batch. Peak is the absolute
-`max_memory_allocated`, smallest and largest over ranks, of all batches; "left" what was allocated before the
-variant's engine was built; "growth" how much more memory is reserved at the end than after the third step, on the
-rank where it is most."""
+together" is the same of the batches' sums, none skipped. That ideal takes the rest of plain's step as it is on ranks
+that wait for others, and a GPU that waits now and then runs faster afterwards. "Against evened" has an ideal that was
+run: plain on other documents, with as many tokens and the mean of the ranks' attention on every rank, its largest
+attention time replaced by the mean of plain's; mean over batches with 1 % to gain, and of the sums. Balance is the
+largest over the mean of the servers' attention time: as planned (predicted), and measured, before in plain and after
+in the variant. MiB is what a rank sends for attention in a step: mean over ranks, and the worst rank. Exposed is the
+time in which a rank waits for an exchange and no attention kernel runs, on the rank where it is longest, also in % of
+the step; for Ulysses it was not measured. Loss is the largest relative difference from plain's on the same batch. Peak
+is the absolute `max_memory_allocated`, smallest and largest over ranks, of all batches; "left" what was allocated
+before the variant's engine was built; "growth" how much more memory is reserved at the end than after the third step,
+on the rank where it is most."""
 
 
 class Results:
@@ -55,12 +58,13 @@ class Results:
         rows[variant] = row
         plain = rows.get(PLAIN)
         if variant == PLAIN:
-            attention = row["attention_ms"]
-            row["ideal_ms"] = row["ms"] - max(attention) + mean(attention)
+            row["ideal_ms"] = row["ms"] - max(row["attention_ms"]) + mean(row["attention_ms"])
+        elif plain is not None and variant == EVENED:
+            plain["evened_ms"] = row["ms"] - max(row["attention_ms"]) + mean(plain["attention_ms"])
         elif plain is not None:
-            gain = plain["ms"] - plain["ideal_ms"]
             row["of_plain"] = row["ms"] / plain["ms"]
-            row["share_of_ideal"] = (plain["ms"] - row["ms"]) / gain if gain >= LEAST_GAIN * plain["ms"] else None
+            row["share_of_ideal"] = _share(plain, row, "ideal_ms")
+            row["share_of_evened"] = _share(plain, row, "evened_ms")
             row["loss_difference"] = abs(row["loss"] - plain["loss"]) / abs(plain["loss"])
 
     def save_json(self, path: Path) -> None:
@@ -105,7 +109,7 @@ class Results:
     def summary(self) -> str:
         """A row for each group of batches and variant."""
         head = ["batches", "variant", "step, ms", "of plain: mean, worst", "share of the ideal", "of all together"]
-        head += ["balance: predicted", "measured", "MiB: mean, worst", "exposed, ms", "loss"]
+        head += ["against evened", "balance: predicted", "measured", "MiB: mean, worst", "exposed, ms", "loss"]
         lines = []
         for group in dict.fromkeys(self.groups.values()):
             batches = [self.rows[b] for b, g in self.groups.items() if g == group]
@@ -133,7 +137,7 @@ class Results:
                 cells = _summary_cells(variant, [row], [rows[PLAIN]] if PLAIN in rows else [])
                 of_plain = f"{row['of_plain']:.3f}" if "of_plain" in row else ""
                 planning = f"{row['planning_ms']:.1f}" if "planning_ms" in row else ""
-                lines.append([batch, variant, cells[0], of_plain, cells[2], *cells[4:8], planning])
+                lines.append([batch, variant, cells[0], of_plain, cells[2], *cells[5:9], planning])
         return _table(head, lines)
 
     def _crosswise(self) -> Iterable[str]:
@@ -149,29 +153,30 @@ class Results:
 
 
 def _summary_cells(variant: str, rows: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
-    """step, of plain, share, share of the sums, predicted, measured, MiB, exposed, loss."""
+    """step, of plain, share, share of the sums, against evened, predicted, measured, MiB, exposed, loss."""
     time = f"{mean(row['ms'] for row in rows):.1f}"
     of_plain = [row["of_plain"] for row in rows if "of_plain" in row]
     shares = [row["share_of_ideal"] for row in rows if "share_of_ideal" in row]
     counted = [share for share in shares if share is not None]
-    share = ""
+    share = together = evened = ""
     if shares:
         share = _percent(mean(counted) if counted else None)
         share += f" ({len(shares) - len(counted)})" if len(counted) < len(shares) else ""
+        together = _percent(_of_all(plain, rows, "ideal_ms"))
+        against = [row["share_of_evened"] for row in rows if row["share_of_evened"] is not None]
+        if against:
+            evened = f"{_percent(mean(against))}, {_percent(_of_all(plain, rows, 'evened_ms'))}"
     elif variant == PLAIN:
         share = f"ideal {mean(row['ideal_ms'] for row in rows):.1f} ms"
-    together = ""
-    if shares:
-        possible = sum(row["ms"] - row["ideal_ms"] for row in plain)
-        gained = sum(p["ms"] - row["ms"] for p, row in zip(plain, rows, strict=True))
-        together = _percent(gained / possible if possible else None)
+        if all("evened_ms" in row for row in rows):
+            evened = f"{mean(row['evened_ms'] for row in rows):.1f} ms"
     predicted = measured = exposed = sent = ""
     measured_after = mean(row["measured_balance"] for row in rows)
     if "balance_before" in rows[0]:
         predicted = " → ".join(f"{mean(row[f'balance_{w}'] for row in rows):.2f}" for w in ("before", "after"))
         worst = max(rows, key=lambda row: row["exposed_share"])
         exposed = f"{max(worst['exposed_ms']):.1f} ({worst['exposed_share']:.1%})"
-    if variant != PLAIN and len(plain) == len(rows):
+    if variant not in (PLAIN, EVENED) and len(plain) == len(rows):
         measured = f"{mean(row['measured_balance'] for row in plain):.2f} → "
     measured += f"{measured_after:.2f}"
     if max(row["mib_sent_max"] for row in rows):
@@ -182,12 +187,26 @@ def _summary_cells(variant: str, rows: list[dict[str, Any]], plain: list[dict[st
         f"{mean(of_plain):.3f}, {max(of_plain):.3f}" if of_plain else "",
         share,
         together,
+        evened,
         predicted,
         measured,
         sent,
         exposed,
         f"{max(losses):.1g}" if losses else "",
     ]
+
+
+def _share(plain: dict[str, Any], row: dict[str, Any], ideal: str) -> float | None:
+    """Of the speed-up to an ideal; None where there is none, or next to nothing to gain."""
+    gain = plain["ms"] - plain.get(ideal, plain["ms"])
+    return (plain["ms"] - row["ms"]) / gain if gain >= LEAST_GAIN * plain["ms"] else None
+
+
+def _of_all(plain: list[dict[str, Any]], rows: list[dict[str, Any]], ideal: str) -> float | None:
+    """The same of the sums over batches that have that ideal."""
+    both = [(p, row) for p, row in zip(plain, rows, strict=True) if ideal in p]
+    possible = sum(p["ms"] - p[ideal] for p, _ in both)
+    return sum(p["ms"] - row["ms"] for p, row in both) / possible if possible else None
 
 
 def _balance(seconds: list[float]) -> float:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -21,9 +21,9 @@ from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
-from steps.batches import Batch
+from steps.batches import Batch, evened
 
-KINDS = ("plain", "distca", "ulysses")
+KINDS = ("plain", "evened", "distca", "ulysses")
 #: Overlap that stands for leaving the key out.
 LEFT_OUT = "default"
 
@@ -34,6 +34,7 @@ class PlainAttention:
     Attributes:
         timer: of this rank's attention kernels.
         kernel: the kernel's name, once a layer has run.
+        plan: of the documents that are attended.
     """
 
     NAME = "plain_packed"
@@ -42,7 +43,7 @@ class PlainAttention:
         self.timer = DeviceTimer()
         self.kernel: str | None = None
         self._kernels: dict[tuple, TimedKernel] = {}
-        self._plan: LayerPlan | None = None
+        self.plan: LayerPlan | None = None
         AttentionInterface.register(self.NAME, self)
 
     def use(self, batch: Batch, rank: int) -> None:
@@ -51,7 +52,7 @@ class PlainAttention:
 
     def release(self) -> None:
         """Keeps nothing of the last batch."""
-        self._plan = None
+        self.plan = None
 
     def bytes_sent(self, batch: Batch, layers: int, heads: tuple[int, int, int], passes: int, element: int) -> int:
         """Bytes that a rank sends for attention in a step."""
@@ -64,7 +65,7 @@ class PlainAttention:
     def _set(self, lengths: Sequence[int]) -> None:
         layout = Layout.from_lengths([lengths])
         part = ServerPlan(PlanCompiler(layout, home_tasks(layout)).rank(0))
-        self._plan = LayerPlan(part, part, None, None)
+        self.plan = LayerPlan(part, part, None, None)
 
     def _attend(self, query, key, value, scaling):
         """[1, tokens, heads, head_dim] each, and so the result."""
@@ -76,7 +77,7 @@ class PlainAttention:
             )
             self.kernel = kernel.name
             self._kernels[shape] = TimedKernel(kernel, self.timer)
-        out, _ = core_attention(q, k, v, self._plan, AttentionSpec(scaling), self._kernels[shape])
+        out, _ = core_attention(q, k, v, self.plan, AttentionSpec(scaling), self._kernels[shape])
         return out[None]
 
 
@@ -131,12 +132,18 @@ class Variant:
         attention: the attention function of the model's configuration.
         block: the ``distca`` block, or None for DeepSpeed without the plugin.
         own: the attention that takes the plugin's place, where there is no block.
+        evens: it trains on other documents: as many tokens on every rank, with the mean of the ranks' attention work.
     """
 
     name: str
     attention: str
     block: dict[str, Any] | None = None
     own: PlainAttention | None = None
+    evens: bool = False
+
+    def batch(self, batch: Batch) -> Batch:
+        """What it trains on in a batch's place."""
+        return evened(batch) if self.evens else batch
 
     def fits(self, batch: Batch) -> bool:
         """Whether it computes the batch's attention: a rank alone has no documents that continue on others."""
@@ -161,10 +168,11 @@ def make_variants(
     """The variants in the order of `kinds`, which are of KINDS; the plugin with every overlap, tolerance and exchange,
     and `more` keys in its block. A kind named again is measured again, which tells how steady the machine is."""
     variants: list[Variant] = []
-    own = {"plain": PlainAttention(), "ulysses": UlyssesAttention()}
+    plain, ulysses = PlainAttention(), UlyssesAttention()
     for kind in kinds:
         if kind != "distca":
-            variants.append(Variant(kind, own[kind].NAME, None, own[kind]))
+            own = ulysses if kind == "ulysses" else plain
+            variants.append(Variant(kind, own.NAME, None, own, evens=kind == "evened"))
             continue
         for overlap, tolerance, exchange in product(overlaps, tolerances or [None], exchanges or [None]):
             block: dict[str, Any] = {"enabled": True, **(more or {})}
@@ -183,5 +191,5 @@ def make_variants(
     for variant in variants:
         seen[variant.name] = seen.get(variant.name, 0) + 1
         again = " again" * (seen[variant.name] - 1)
-        named.append(Variant(variant.name + again, variant.attention, variant.block, variant.own))
+        named.append(replace(variant, name=variant.name + again))
     return named

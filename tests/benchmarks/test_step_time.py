@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from deepspeed_distca.layout import LENGTH
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 from tests.distributed.harness import ROOT, run_ranks
 
 TINY = ["--hidden", "256", "--head-dim", "32", "--tokens", "512", "--layers", "1", "--vocabulary", "256"]
@@ -68,6 +69,22 @@ def test_all_variants_have_the_same_loss_and_a_row_each(tmp_path: Path) -> None:
         assert {"forward", "backward", "optimizer"} <= names
 
 
+def test_variants_take_turns_with_the_same_losses_and_a_measured_ideal(tmp_path: Path) -> None:
+    options = ["--turns", "--mixes", "long|short", "--workloads", "--variants", "plain", "evened", "distca"]
+    options += ["--overlap", "local_first", "--steps", 2, "--warm-up", 0]
+    launch(*options, "--json", tmp_path / "raw.json", "--save", tmp_path / "report.md")
+    rows = json.loads((tmp_path / "raw.json").read_text())["batches"]["long|short"]
+    assert list(rows) == ["plain", "evened", "distca local_first"]
+    steps = [(*when, name) for name, row in rows.items() for when in row["when"]]
+    assert [name for *_, name in sorted(steps)] == 2 * list(rows)
+    plain, evened, distca = rows.values()
+    # Each engine has been trained on its own documents alone.
+    assert distca["loss"] == pytest.approx(plain["loss"], rel=1e-5) != evened["loss"]
+    ideal = evened["ms"] - max(evened["attention_ms"]) + np.mean(plain["attention_ms"])
+    assert plain["evened_ms"] == pytest.approx(ideal) and "of_plain" not in evened
+    assert f"{plain['evened_ms']:.1f} ms" in (tmp_path / "report.md").read_text()
+
+
 def test_a_budget_ends_it_with_a_report(tmp_path: Path) -> None:
     printed = launch("--budget-seconds", 0, "--json", tmp_path / "raw.json", "--variants", "plain", "plain")
     assert "The budget of 0 s was over in plain" in printed
@@ -115,6 +132,24 @@ def test_other_workloads_are_refused(steps, spec: str) -> None:
         steps[0].workload(spec, 2, 65536, 131072)
 
 
+@pytest.mark.parametrize("name", ["long|short", "half|short", "even", "short"])
+@pytest.mark.parametrize(("world", "tokens"), [(2, 65536), (4, 16384), (3, 65536)])
+def test_evened_documents_have_the_mean_attention_on_every_rank(steps, name: str, world: int, tokens: int) -> None:
+    batches, _ = steps
+    cost = CostModel.fitted()
+
+    def seconds(layout) -> list[float]:
+        ranks = [np.array([s.length for s in layout.rank(r)]) for r in range(world)]
+        return [sum(float(cost.cost(0 * n, n, 0 * n, phase=p).sum()) for p in PHASES) for n in ranks]
+
+    batch = batches.mix(name, world, tokens)
+    evened = batches.evened(batch)
+    assert (evened.layout.tokens == tokens).all() and evened.name == batch.name
+    mean, found = np.mean(seconds(batch.layout)), seconds(evened.layout)
+    assert len(set(found)) == 1
+    assert found[0] == pytest.approx(mean, rel=0.03)
+
+
 def test_shares_of_the_ideal(steps) -> None:
     _, report = steps
 
@@ -136,7 +171,17 @@ def test_shares_of_the_ideal(steps) -> None:
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     together = round(100 * (150 - 10) / (200 + 5))
     assert cells[:6] == ["mix (2)", "other", "930.0", "0.930, 1.010", "75% (1)", f"{together}%"]
-    assert cells[7] == "1.34 → 1.00"
+    assert cells[6] == "" and cells[8] == "1.34 → 1.00"
+
+    # Measured on evened documents with 310 ms of attention, 10 more than the mean: 850 - 10 ms, 160 to gain.
+    results = report.Results({})
+    results.add("mix", "mix #0", "plain", row(1000.0, [500.0, 100.0]))
+    results.add("mix", "mix #0", "evened", row(850.0, [310.0, 308.0]))
+    results.add("mix", "mix #0", "other", row(860.0, [300.0, 300.0]))
+    rows = results.rows["mix #0"]
+    assert rows["plain"]["evened_ms"] == 840.0 and rows["other"]["share_of_evened"] == pytest.approx(0.875)
+    line = next(line for line in results.summary().splitlines() if "other" in line)
+    assert line.split("|")[7].strip() == "88%, 88%"
 
     results.memory["other"] = {"peak_gib": [60.0, 61.5], "left_gib": [0.0, 0.25], "growth_gib": [0.0, 1.0]}
     assert "| other | 60.00–61.50 | 0.25 | 1.00 |" in results.memory_table()

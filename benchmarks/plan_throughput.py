@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server's batches of CA-tasks take on one GPU, against whole documents and against the cost model's word.
+
+    python benchmarks/plan_throughput.py [--servers 8] [--tokens 65536] [--mixes "long|short"] \\
+        [--workloads pretrain:4:shuffled prolong:4:shuffled] [--json results.json] [--save results.md]
+
+Mixes and workloads are those of step_time.py. The plugin's planner plans them for `--servers` ranks, with its defaults
+and the cost model that it has for this device; the batches of single servers then run here, alone, on random rows.
+What is reported: NOTES. To try the script it runs on CPU too: `--tokens 1024 --q-heads 4 --kv-heads 1 --head-dim 32`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from steps.batches import MIXES, ONE, Batch, mix, workload
+
+from deepspeed_distca.attention_server.core_attention import _serve_backward
+from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
+from deepspeed_distca.attention_server.kernels.libraries import distribution_version
+from deepspeed_distca.attention_server.row_dots import row_dots
+from deepspeed_distca.attention_server.runtime import AttentionServer, PlanOptions
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+from deepspeed_distca.config import DistCAConfig
+from deepspeed_distca.integrations.cost_choice import agreed_cost_model
+from deepspeed_distca.integrations.plan_options import plan_options
+from deepspeed_distca.profiling.measure import Stopwatch
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
+from deepspeed_distca.scheduler.heads import Heads
+
+NOTES = """\
+A server's workspace batch is all tasks that it computes on rows brought together for it: one kernel call forward;
+backward one call for each wave, by delta, with what is done around it to sum gradients. Whole documents are as many
+documents as the batch has tasks, each of nearly its task's area, side by side, computed as at home. "Share" is the
+batch's TFLOP/s over theirs: median and smallest, and "together" that of the sums. The home batch is what the same
+server computes in place. Error is measured / predicted - 1: the median of its absolute value, and the median. Times
+are medians of calls that take turns, in ms, and sums over the server batches; rows and tasks are medians. Of each
+batch those servers are measured whose workspace has the largest area, servers with equal tasks once. TFLOP/s count
+4 x area x query heads x head dimension forward, 2.5 times that backward."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A batch of tasks, how long it took and how long the cost model says it takes."""
+
+    tasks: int
+    q_rows: int
+    k_rows: int
+    area: int
+    ms: float
+    predicted_ms: float
+    tflops: float
+
+    @property
+    def error(self) -> float:
+        return self.ms / self.predicted_ms - 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One server in one phase; `alike` servers of the batch have such tasks, `calls` is what the workspace takes."""
+
+    batch: str
+    group: str
+    phase: str
+    server: int
+    alike: int
+    calls: int
+    workspace: Timed
+    whole: Timed
+    home: Timed | None
+
+    @property
+    def share(self) -> float:
+        return self.workspace.tflops / self.whole.tflops
+
+
+class Bench:
+    """One kernel on one device: times the batches of a server."""
+
+    def __init__(self, kernel: Kernel, cost: CostModel, dtype: torch.dtype, device: torch.device) -> None:
+        self._kernel, self._cost, self._dtype, self._device = kernel, cost, dtype, device
+        self._heads = cost.heads
+        self._spec = AttentionSpec(self._heads.head_dim**-0.5)
+        # The one that cost models are measured by.
+        self._stopwatch = Stopwatch(device, dtype)
+
+    def measure(self, plan: ServerPlan, phase: str, repeats: int) -> tuple[Timed, Timed, Timed | None]:
+        """The batch in the workspace, whole documents of its area, and the batch at home if there is one."""
+        batches = [plan.remote, whole_documents(plan.remote), *([plan.local] if len(plan.local) else [])]
+        calls = [self._in_workspace(plan, phase), *(self._in_place(tasks, phase) for tasks in batches[1:])]
+        taken = []
+        for _ in range(repeats + 1):  # in turns, so that clocks are alike
+            taken.append([self._stopwatch(call) for call in calls])
+        seconds = [median(times) for times in zip(*taken[1:], strict=True)]  # the first compiles
+        timed = [self._timed(tasks, phase, s) for tasks, s in zip(batches, seconds, strict=True)]
+        return timed[0], timed[1], timed[2] if len(timed) > 2 else None
+
+    def _in_workspace(self, plan: ServerPlan, phase: str) -> Callable[[], object]:
+        q, k, v, dout, out, lse = self._rows(plan.remote)
+        if phase == "forward":
+            return lambda: self._kernel.forward(q, k, v, plan.remote, self._spec)
+        self._kernel.forward(q, k, v, plan.remote, self._spec, out, lse)
+        stats = torch.stack([lse.t(), row_dots(dout, out).t()], dim=1)
+        # Private, but the very thing to be measured.
+        return lambda: _serve_backward(plan, self._kernel, self._spec, dout, q, k, v, stats)
+
+    def _in_place(self, tasks: TaskBatch, phase: str) -> Callable[[], object]:
+        q, k, v, dout, out, lse = self._rows(tasks)
+        if phase == "forward":
+            return lambda: self._kernel.forward(q, k, v, tasks, self._spec, out, lse)
+        self._kernel.forward(q, k, v, tasks, self._spec, out, lse)
+        wide = self._kernel.grad_dtype(q.dtype)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide)
+        return lambda: self._kernel.backward(
+            dout, q, k, v, lse, tasks, self._spec, out=out, delta=None, dq=dq, dk=dk, dv=dv
+        )
+
+    def _rows(self, tasks: TaskBatch) -> tuple[torch.Tensor, ...]:
+        """q, k, v, dout at random; out and lse zero, since rows of no task must be finite."""
+        h, query, key = self._heads, tasks.q_rows, tasks.k_rows
+        shapes = [(query, h.query), (key, h.key_value), (key, h.key_value), (query, h.query)]
+        q, k, v, dout = (torch.randn(*s, h.head_dim, device=self._device, dtype=self._dtype) for s in shapes)
+        return q, k, v, dout, torch.zeros_like(q), torch.zeros(h.query, query, device=self._device)
+
+    def _timed(self, tasks: TaskBatch, phase: str, seconds: float) -> Timed:
+        flops = 4 * tasks.area * self._heads.query * self._heads.head_dim * (1 if phase == "forward" else 2.5)
+        # Causal without a window: the first key is the document's first.
+        load = self._cost.cost(tasks.k_len - tasks.q_len, tasks.k_len, 0 * tasks.k_len, None, phase).sum()
+        predicted = float(self._cost.seconds(load))
+        counts = len(tasks), tasks.q_rows, tasks.k_rows, tasks.area
+        return Timed(*counts, seconds * 1e3, predicted * 1e3, flops / seconds / 1e12)
+
+
+def whole_documents(tasks: TaskBatch) -> TaskBatch:
+    """A document for each task, of the length whose causal area is nearest to the task's, side by side."""
+    length = np.array([_nearest(q * (2 * k - q + 1) // 2) for q, k in zip(tasks.q_len, tasks.k_len, strict=True)])
+    start = np.cumsum(length) - length
+    rows = int(length.sum())
+    return TaskBatch(start, length, start, length, rows, rows)
+
+
+def _nearest(area: int) -> int:
+    low = max(1, (math.isqrt(8 * int(area) + 1) - 1) // 2)
+    return min(low, low + 1, key=lambda n: abs(n * (n + 1) // 2 - int(area)))
+
+
+def make_servers(count: int, cost: CostModel, options: PlanOptions) -> list[AttentionServer]:
+    """The plugin's planner on every rank, without process groups."""
+    # Planning asks an exchange this alone; peer copies, the default of a node's GPUs, say so.
+    exchange = SimpleNamespace(early=True)
+    return [
+        AttentionServer(
+            agreement=None,
+            exchange=exchange,
+            server=rank,
+            cost=cost,
+            options=options,
+            windows=[None],
+            kernel=None,
+            local_first=False,
+            check_plan=False,
+            accumulation_steps=lambda: 1,
+            ranks=count,
+            step=lambda: 0,
+        )
+        for rank in range(count)
+    ]
+
+
+def largest(plans: Sequence[ServerPlan], count: int) -> list[tuple[int, int]]:
+    """(server, how many have equal tasks) of the servers with the largest area in their workspace."""
+    alike: dict[tuple, list[int]] = {}
+    for server in sorted(range(len(plans)), key=lambda s: -plans[s].remote.area):
+        p = plans[server]
+        lengths = (p.remote.q_len, p.remote.k_len, p.local.q_len, p.local.k_len)
+        if len(p.remote):
+            alike.setdefault(tuple(x.tobytes() for x in lengths), []).append(server)
+    return [(servers[0], len(servers)) for servers in list(alike.values())[:count]]
+
+
+class Results:
+    """Everything that was measured, and its tables."""
+
+    def __init__(self, about: dict[str, Any]) -> None:
+        self.about, self.rows, self.notes = about, [], []
+
+    def note(self, text: str) -> None:
+        """A remark for the report, shown at once."""
+        self.notes.append(text)
+        print(text, flush=True)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        w, home = row.workspace, row.home
+        print(
+            f"{row.batch:24s} {row.phase:8s} server {row.server}: {w.tasks} tasks, {w.ms:.2f} ms, {w.tflops:.3g} "
+            f"TFLOP/s, {row.share:.1%} of whole documents, {w.error:+.1%} of predicted"
+            + (f"; at home {home.ms:.2f} ms, {home.error:+.1%}" if home else ""),
+            flush=True,
+        )
+
+    def save_json(self, path: Path) -> None:
+        path.write_text(json.dumps({**self.about, "notes": self.notes, "rows": [asdict(r) for r in self.rows]}))
+
+    def markdown(self) -> str:
+        about = self.about
+        head = (
+            f"**{about['card']}, {about['date']}**, torch {about['torch']}, kernel {about['kernel']}, cost model "
+            f"{about['cost_model']}; plans for {about['args']['servers']} ranks. `{about['command']}`"
+        )
+        return "\n\n".join([head, *self.notes, self.summary(), NOTES, self.server_table()]) + "\n"
+
+    def summary(self) -> str:
+        """Shares, then errors: a line for each group of batches and phase, and for all of them."""
+        groups = list(dict.fromkeys(row.group for row in self.rows))
+        shares, errors = [], []
+        for group in [*groups, *(["all"] if len(groups) > 1 else [])]:
+            for phase in PHASES:
+                rows = [r for r in self.rows if r.phase == phase and group in (r.group, "all")]
+                if rows:
+                    shares.append([group, phase, *_share_cells(rows)])
+                    errors.append([group, phase, *_error_cells(rows)])
+        head = ["batches", "phase", "server batches", "tasks", "query rows", "key rows", "calls: most"]
+        first = _table([*head, "TFLOP/s", "share: median", "smallest", "together"], shares)
+        head = ["batches", "phase"]
+        for place in ("workspace", "home"):
+            head += [f"{place}: ms", "predicted", "error", "signed"]
+        return f"{first}\n\n{_table(head, errors)}"
+
+    def server_table(self) -> str:
+        head = ["batch", "phase", "server", "alike", "tasks", "calls", "query rows", "key rows", "workspace, ms"]
+        head += ["predicted", "whole documents, ms", "share", "home: tasks", "home, ms", "predicted"]
+        lines = []
+        for r in self.rows:
+            w = r.workspace
+            home = ["", "", ""] if r.home is None else [r.home.tasks, _ms(r.home.ms), _ms(r.home.predicted_ms)]
+            line = [r.batch, r.phase, r.server, r.alike, w.tasks, r.calls, w.q_rows, w.k_rows, _ms(w.ms)]
+            lines.append([*line, _ms(w.predicted_ms), _ms(r.whole.ms), f"{r.share:.1%}", *home])
+        return _table(head, lines)
+
+
+def _share_cells(rows: Sequence[Row]) -> list[object]:
+    batches, whole = [r.workspace for r in rows], [r.whole for r in rows]
+    counts = [f"{median(getattr(b, name) for b in batches):g}" for name in ("tasks", "q_rows", "k_rows")]
+    shares = [r.share for r in rows]
+    together = _speed(batches) / _speed(whole)
+    speed = f"{median(b.tflops for b in batches):.3g}"
+    return [len(rows), *counts, max(r.calls for r in rows), speed, f"{median(shares):.1%}", f"{min(shares):.1%}",
+            f"{together:.1%}"]  # fmt: skip
+
+
+def _speed(batches: Sequence[Timed]) -> float:
+    """Area by time of all of them."""
+    return sum(b.area for b in batches) / sum(b.ms for b in batches)
+
+
+def _error_cells(rows: Sequence[Row]) -> list[object]:
+    cells: list[object] = []
+    for batches in ([r.workspace for r in rows], [r.home for r in rows if r.home is not None]):
+        if not batches:
+            cells += [""] * 4
+            continue
+        errors = [b.error for b in batches]
+        cells += [_ms(sum(b.ms for b in batches)), _ms(sum(b.predicted_ms for b in batches))]
+        cells += [f"{median(abs(e) for e in errors):.1%}", f"{median(errors):+.1%}"]
+    return cells
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    rows = [head, ["---"] * len(head), *([str(cell).replace("|", "\\|") for cell in line] for line in lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def about(args: argparse.Namespace, device: torch.device, kernel: Kernel, cost_source: str) -> dict[str, Any]:
+    """What a reader needs to know, JSON values."""
+    distribution = getattr(sys.modules[type(kernel).__module__], "DISTRIBUTION", None)
+    version = "" if distribution is None else f" ({distribution} {distribution_version(distribution)})"
+    files = (args.json, args.save)  # named without the folders of one machine
+    words = [Path(word).name if Path(word) in files else word for word in sys.argv[1:]]
+    return {
+        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "torch": str(torch.__version__),
+        "kernel": kernel.name + version,
+        "cost_model": cost_source,
+        "command": shlex.join([f"benchmarks/{Path(sys.argv[0]).name}", *words]),
+        "args": {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()},
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", type=int, default=8, help="ranks that are planned for; none of them is needed")
+    parser.add_argument("--tokens", type=int, default=65536, help="of each rank")
+    parser.add_argument("--mixes", nargs="*", default=["long|short"], choices=[*MIXES, ONE])
+    parser.add_argument(
+        "--workloads",
+        nargs="*",
+        default=["pretrain:4:shuffled", "prolong:4:shuffled"],
+        metavar="NAME:BATCHES[:shuffled[=SEED]][:whole]",
+    )
+    parser.add_argument("--context", type=int, default=131072, help="of the workloads' sampling")
+    parser.add_argument("--q-heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--kernel", help="default: as the plugin chooses")
+    parser.add_argument("--cost-model", help="the file of a profile; default: as the plugin chooses")
+    parser.add_argument("--servers-per-batch", type=int, default=2, help="of each phase")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--budget-seconds", type=float, help="stop after that long and report what there is")
+    parser.add_argument("--json", type=Path, help="everything that was measured, rewritten as it comes")
+    parser.add_argument("--save", type=Path, help="the report in Markdown")
+    return parser.parse_args()
+
+
+def run(
+    args: argparse.Namespace, bench: Bench, servers: Sequence[AttentionServer], batches: list[Batch], results: Results
+) -> None:
+    """Measures the servers of all batches, as far as the budget goes."""
+    end = math.inf if args.budget_seconds is None else time.monotonic() + args.budget_seconds
+    unmoved = dict.fromkeys(PHASES, 0)
+    for batch in batches:
+        for phase in PHASES:
+            plans = [server.plan_tick(phase, [(batch.layout, None, 1)], note=False)[0] for server in servers]
+            chosen = largest(plans, args.servers_per_batch)
+            unmoved[phase] += not chosen
+            for server, alike in chosen:
+                if time.monotonic() > end:
+                    results.note(f"The budget of {args.budget_seconds:g} s was over in {batch.name}, {phase}.")
+                    return
+                plan = plans[server]
+                try:
+                    timed = bench.measure(plan, phase, args.repeats)
+                except (KernelError, torch.cuda.OutOfMemoryError) as error:
+                    results.note(f"{batch.name}, {phase}, server {server} was left out: {error}")
+                    continue
+                calls = 1 if phase == "forward" else len(plan.waves)
+                results.add(Row(batch.name, batch.group, phase, server, alike, calls, *timed))
+        if args.json:
+            results.save_json(args.json)
+    if any(unmoved.values()):
+        counts = ", ".join(f"{count} {phase}" for phase, count in unmoved.items())
+        results.note(f"Of {len(batches)} batches no row moves in {counts}.")
+
+
+@torch.no_grad()
+def main() -> None:
+    args = parse_args()
+    torch.manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.bfloat16
+    heads = Heads(args.q_heads, args.kv_heads, args.head_dim, element_size=dtype.itemsize)
+    config = DistCAConfig(kernel=args.kernel, cost_model=args.cost_model)
+    sizes = {"q_heads": args.q_heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
+    kernel = select_kernel(config.kernel, device=device, dtype=dtype, **sizes)
+    choice = agreed_cost_model(config, heads, device=device, dtype=dtype)
+    hidden = args.q_heads * args.head_dim
+    # step_time.py's model: whether moving rows pays depends on its linear work.
+    model = SimpleNamespace(
+        hidden_size=hidden,
+        intermediate_size=hidden * 7 // 2,
+        num_attention_heads=args.q_heads,
+        num_key_value_heads=args.kv_heads,
+        head_dim=args.head_dim,
+    )
+    servers = make_servers(args.servers, choice.cost, plan_options(config, device, model))
+    batches = [mix(name, args.servers, args.tokens) for name in args.mixes]
+    for spec in args.workloads:
+        batches += workload(spec, args.servers, args.tokens, args.context)
+    results = Results(about(args, device, kernel, choice.source))
+    run(args, Bench(kernel, choice.cost, dtype, device), servers, batches, results)
+    if args.json:
+        results.save_json(args.json)
+    if args.save:
+        args.save.write_text(results.markdown())
+    print(f"\n{results.summary()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

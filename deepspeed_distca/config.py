@@ -64,7 +64,9 @@ class DistCAConfig(DeepSpeedConfigModel):
     overlap: Literal["none", "local_first", "ping_pong"] | None = None
     """ When rows travel: "none" waits for every exchange, "local_first" hides them under the tasks that stay at home,
     "ping_pong" runs a micro-batch as two nano-batches and hides one's under the other's layers as well. Left out:
-    "local_first". """
+    "local_first", but "ping_pong" for micro-batches of which that would leave more exposed than two nano-batches cost,
+    as predicted from the plan and the cost model's link (`ds_distca profile`); never with ZeRO-3, pipelines or
+    `servers`, on CPUs without `cost_model`, or where halves of a micro-batch could not run exactly as it does. """
 
     exchange: Literal["nccl", "peer_copy"] | None = None
     """ How rows travel between GPUs: "nccl", sends and receives over a process group; "peer_copy", copy engines and

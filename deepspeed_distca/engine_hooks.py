@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import deepspeed
 import torch
@@ -19,19 +19,21 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
+from transformers import PreTrainedModel
 
 from deepspeed_distca.attention_server.agreement import Agreement, MicroBatch, agreement_group, fingerprint
 from deepspeed_distca.attention_server.exchange import exchange_group
 from deepspeed_distca.attention_server.exchange_choice import make_exchange
 from deepspeed_distca.attention_server.kernels import KernelError, select_kernel
 from deepspeed_distca.attention_server.pending import PendingPlan
-from deepspeed_distca.attention_server.runtime import AttentionServer, MicroBatchPlan
+from deepspeed_distca.attention_server.runtime import AttentionServer, MicroBatchPlan, NanoBatches
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
 from deepspeed_distca.integrations.cost_choice import agreed_cost_model
 from deepspeed_distca.integrations.monitor import StepMonitor
-from deepspeed_distca.integrations.ping_pong import PingPong
+from deepspeed_distca.integrations.optional_ping_pong import OptionalPingPong
+from deepspeed_distca.integrations.ping_pong import PingPong, row_dependent_rope
 from deepspeed_distca.integrations.pipeline.runtime import PipelineRuntime
 from deepspeed_distca.integrations.plan_options import plan_options
 from deepspeed_distca.integrations.transformers import (
@@ -127,6 +129,7 @@ class Runtime:
         server_groups = [g[i : i + servers] for g in rank_groups for i in range(0, len(g), servers)]
         weights = _server_weights(config, len(mine), servers, mine.index(dist.get_rank()))
         options = plan_options(config, engine.device, decoder.config.get_text_config(), weights)
+        nano_batches = _nano_batches(config, engine, decoder, servers, len(mine))
         # All ranks have the same options but for the weights of their servers.
         common = fingerprint(
             replace(options, server_weights=None),
@@ -136,7 +139,7 @@ class Runtime:
             config.kernel,
             config.token_weighted_loss,
             config.keep_attention,
-            config.overlap == "ping_pong",
+            nano_batches,
         )
         self._groups = [exchange_group(server_groups, engine.device, timeout)]
         agreement = agreement_group(rank_groups, timeout)
@@ -164,7 +167,7 @@ class Runtime:
             accumulation_steps=engine.gradient_accumulation_steps,
             ranks=len(mine),
             step=lambda: engine.global_steps,
-            ping_pong=_nano_batches(config, servers, len(mine)),
+            ping_pong=nano_batches,
         )
         self._hooks = DecoderHooks(
             decoder,
@@ -174,19 +177,24 @@ class Runtime:
             weight_loss=config.token_weighted_loss,
             keep_attention=config.keep_attention,
         )
-        self._ping_pong = PingPong(decoder, modules) if config.overlap == "ping_pong" else None
+        self._ping_pong: PingPong | OptionalPingPong | None = None
+        if config.overlap == "ping_pong":
+            self._ping_pong = PingPong(decoder, modules)
+        elif nano_batches == "exposed":
+            self._ping_pong = OptionalPingPong(decoder, modules, engine.module)
         self._twice_called = None
-        if self._ping_pong is not None and engine.zero_optimization_stage() == 3:
+        if isinstance(self._ping_pong, PingPong) and engine.zero_optimization_stage() == 3:
             self._twice_called = TwiceCalled(engine.module, self._ping_pong)
         self._monitor = StepMonitor(engine, lambda: self.server.planned, dist.get_rank())
         if dist.get_rank() == 0:
             # Printed, not logged: DeepSpeed's logger shows warnings only, and without this line a run that ignores the
             # block looks like one that honours it.
             kernel = _kernel_in_words(engine, config, heads, windows)
+            overlap = "local_first or ping_pong" if nano_batches == "exposed" else config.overlap or "local_first"
             print(
                 f"distca: {len(modules)} attention layers of {type(decoder).__name__}{_describe_windows(windows)} "
                 f"over {servers} attention servers in {len(server_groups)} group(s); kernel {kernel}, overlap "
-                f"{config.overlap or 'local_first'}, exchange {exchange.name}, cost model {source} ({heads.query}/"
+                f"{overlap}, exchange {exchange.name}, cost model {source} ({heads.query}/"
                 f"{heads.key_value} heads of {heads.head_dim}), tolerance {config.tolerance:g}",
                 flush=True,
             )
@@ -200,7 +208,9 @@ class Runtime:
         """See ``integrations.transformers.Planner``."""
         given = description
         if isinstance(description, Description):
-            given = MicroBatch(description.layout, description.targets, description.step_targets)
+            optional = isinstance(self._ping_pong, OptionalPingPong)
+            in_two = optional and self._ping_pong.ready(self.server.favoured_two)
+            given = MicroBatch(description.layout, description.targets, description.step_targets, in_two)
         pending = PendingPlan(lambda: self.server.gather(given), self.server.plan, device)
         if isinstance(given, Exception):
             pending.result()  # raises: the model could not run on such an input anyway
@@ -219,12 +229,26 @@ class Runtime:
                 part.remove()
 
 
-def _nano_batches(config: DistCAConfig, servers: int, ranks: int) -> Literal["never", "moved", "always"]:
+def _nano_batches(
+    config: DistCAConfig, engine: DeepSpeedEngine, decoder: PreTrainedModel, servers: int, ranks: int
+) -> NanoBatches:
     """Which micro-batches run as two nano-batches. Ranks must go through a model's modules in the same order, for
-    ZeRO-3's sake, so groups of servers do not decide each for itself."""
-    if config.overlap != "ping_pong" or servers == 1:
+    ZeRO-3's sake and tensor parallelism's, so groups of servers do not decide each for itself."""
+    if servers == 1 or config.overlap in ("none", "local_first"):
         return "never"
-    return "moved" if servers == ranks else "always"
+    if config.overlap == "ping_pong":
+        return "moved" if servers == ranks else "always"
+    possible = (
+        servers == dist.get_world_size()
+        # Its bookkeeping would need hooks on every module (``TwiceCalled``).
+        and engine.zero_optimization_stage() < 3
+        # DeepSpeed's own experts have room for so many tokens of a call.
+        and not engine.has_moe_layers
+        and row_dependent_rope(decoder.config.get_text_config()) is None
+        # Without GPUs the cost model is another device's, unless one was named.
+        and (engine.device.type == "cuda" or config.cost_model is not None)
+    )
+    return "exposed" if possible else "never"
 
 
 def _describe_windows(windows: list[int | None]) -> str:

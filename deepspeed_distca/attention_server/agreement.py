@@ -35,11 +35,13 @@ class MicroBatch:
         layout: of this rank alone (whole documents), or of all servers of its group, the same on all of them.
         targets: target tokens on this rank in this micro-batch.
         step_targets: the same over the whole accumulation step, where known.
+        in_two: whether this rank could run it as two nano-batches.
     """
 
     layout: Layout
     targets: int
     step_targets: int | None = None
+    in_two: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,13 @@ class GlobalMicroBatch:
         layout: of the servers of this rank's group.
         targets: target tokens of the micro-batch over all ranks.
         step_targets: the same over the accumulation step, where every rank knew it.
+        in_two: whether every rank could run it as two nano-batches.
     """
 
     layout: Layout
     targets: int
     step_targets: int | None
+    in_two: bool
 
 
 class Agreement:
@@ -93,6 +97,7 @@ class Agreement:
             lengths = np.zeros(0, dtype=np.int64) if shared else layout.segments[:, 3]
             step = -1 if micro_batch.step_targets is None else micro_batch.step_targets
             message[1:7] = layout.num_ranks, len(lengths), micro_batch.targets, step, self._fingerprint, 0
+            message[7] = micro_batch.in_two
             if shared and self._servers > 1:
                 message[6] = fingerprint(layout.segments)
             message[_HEADER : _HEADER + len(lengths)] = lengths[:_INLINE]
@@ -108,7 +113,8 @@ class Agreement:
         else:
             layout = Layout.from_lengths(self._lengths(gathered, lengths)[group])
         steps = gathered[:, 4]
-        return GlobalMicroBatch(layout, int(gathered[:, 3].sum()), None if (steps < 0).any() else int(steps.sum()))
+        step_targets = None if (steps < 0).any() else int(steps.sum())
+        return GlobalMicroBatch(layout, int(gathered[:, 3].sum()), step_targets, bool(gathered[:, 7].all()))
 
     def gather_values(self, values: np.ndarray | Exception) -> list[np.ndarray]:
         """Collective. The integers of every rank, any number of them from each.

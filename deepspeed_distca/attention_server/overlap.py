@@ -80,7 +80,9 @@ class NanoPair:
             return self._layers[-1]
         layer = self._layers.pop(0) if self._layers else None
         if layer is None or layer.spec != spec:
-            raise OverlapError("the two nano-batches went through different attention layers; use another `overlap`")
+            raise OverlapError(
+                'the two nano-batches went through different attention layers. Set `distca.overlap` to "local_first"'
+            )
         return layer
 
     def close(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -131,12 +133,12 @@ class NanoPlan:
             raise OverlapError(
                 "reentrant activation checkpointing cannot be combined with two nano-batches: it computes gradients "
                 "of parameters once for each. Set use_reentrant=False (transformers: "
-                'gradient_checkpointing_kwargs={"use_reentrant": False}), or another `overlap` than "ping_pong"'
+                'gradient_checkpointing_kwargs={"use_reentrant": False}), or `distca.overlap` to "local_first"'
             )
         if torch._C._current_graph_task_id() != -1:
             raise OverlapError(
                 "a layer is recomputed in backward, but its core attention was not kept. Checkpoint layers by "
-                'transformers or torch with use_reentrant=False, or set another `overlap` than "ping_pong"'
+                'transformers or torch with use_reentrant=False, or set `distca.overlap` to "local_first"'
             )
         layer = pair.layer(nano, q, k, v, spec)
         if pair.token is None:

@@ -17,32 +17,21 @@ from deepspeed_distca.attention_server.exchange import Exchange
 from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
 from deepspeed_distca.attention_server.nano_batches import has_crossing, nano_layer_plan, row_cuts
 from deepspeed_distca.attention_server.overlap import PingPongPlan
+from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlannedPhase, PlanOptions
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.statistics import DeviceTimer, StepStatistics, TimedExchange, TimedKernel
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.balance import balance
-from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel
-from deepspeed_distca.scheduler.digest import digest
-from deepspeed_distca.scheduler.phase_time import phase_seconds
+from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.plan import PlanCompiler
-from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
+from deepspeed_distca.scheduler.tasks import home_tasks
 
 PHASES = ("forward", "backward")
 
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What planning depends on beside the layout; the same on every rank. See ``DistCAConfig`` for the meanings."""
-
-    tolerance: float
-    granularity: int
-    min_shard_tokens: int | None
-    max_received_rows: int | None
-    server_weights: tuple[int, ...] | None = None  # of this rank's servers
-    min_gain: float = 0.0
-    linear_flops: int = 0  # of a layer's forward, for a token
+#: Which micro-batches are divided into two nano-batches (see ``overlap``): none, those in which rows move, all, or
+#: those in which it is predicted to be worth it (``PhasePlanner.favours_two``) and every rank can.
+NanoBatches = Literal["never", "moved", "always", "exposed"]
 
 
 class AttentionServer:
@@ -57,12 +46,14 @@ class AttentionServer:
         windows: the window of each attention layer (None: full causal), one entry per layer.
         kernel: a kernel's name, or None to choose.
         local_first: tasks that stay at home hide the exchange, instead of waiting for it.
-        ping_pong: which micro-batches are divided into two nano-batches (see ``overlap``): none, those in which rows
-            move, or all of them.
+        ping_pong: which micro-batches are divided into two nano-batches.
         check_plan: compare digests of plans over the ranks.
         accumulation_steps: micro-batches of an optimizer step, by which the engine divides the loss.
         ranks: over how many ranks the engine averages gradients.
         step: called for the number of the current optimizer step; statistics start anew when it changes.
+
+    Attributes:
+        favoured_two: whether "exposed" has favoured two nano-batches for a micro-batch so far.
     """
 
     def __init__(
@@ -80,16 +71,18 @@ class AttentionServer:
         accumulation_steps: Callable[[], int],
         ranks: int,
         step: Callable[[], int],
-        ping_pong: Literal["never", "moved", "always"] = "never",
+        ping_pong: NanoBatches = "never",
     ) -> None:
         self._timer = DeviceTimer()
         self._agreement, self._exchange, self._server = agreement, TimedExchange(exchange, self._timer), server
-        self._cost, self._options = cost, options
+        self._cost, self._granularity = cost, options.granularity
+        self._planner = PhasePlanner(server, cost, options, self._exchange)
         self._layers = {window: list(windows).count(window) for window in dict.fromkeys(windows)}
         self._kernel_name, self._check_plan = kernel, check_plan
         self._side = SideStream() if local_first else None
         self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
         self._ping_pong = ping_pong
+        self.favoured_two = False
         self._kernels: dict[tuple, Kernel] = {}
         self._statistics = StepStatistics()
         self._statistics_step: int | None = None
@@ -129,13 +122,16 @@ class AttentionServer:
         """
         start = time.perf_counter()
         everyone = gathered()
+        weigh = self._ping_pong == "exposed"
         planned = [
-            self._plan_phase(everyone.layout, window, phase, layers)
+            self._planner.plan(everyone.layout, window, phase, layers, weigh=weigh)
             for window, layers in self._layers.items()
             for phase in PHASES
         ]
+        favoured = weigh and self._planner.favours_two(planned, everyone.layout)
+        self.favoured_two |= favoured
         if self._check_plan and everyone.layout.num_ranks > 1:
-            self._agreement.same(fingerprint(*(p.digest for p in planned)), "the plan of a micro-batch")
+            self._agreement.same(fingerprint(*(p.digest for p in planned), favoured), "the plan of a micro-batch")
         self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
         plans = {
             window: LayerPlan(*(p.part for p in planned if p.window == window), self._exchange, self._side)
@@ -145,10 +141,13 @@ class AttentionServer:
             divisor = everyone.targets / self._ranks
         else:
             divisor = everyone.step_targets / (self._ranks * self._accumulation_steps())
-        ping_pong = None
-        moved = any(p.sent.any() for p in planned)
-        if self._ping_pong == "always" or (self._ping_pong == "moved" and moved):
-            ping_pong = self._two_nano_batches(everyone.layout, plans)
+        two = {
+            "never": False,
+            "moved": any(p.sent.any() for p in planned),
+            "always": True,
+            "exposed": favoured and everyone.in_two,
+        }[self._ping_pong]
+        ping_pong = self._two_nano_batches(everyone.layout, plans) if two else None
         return MicroBatchPlan(self, plans, ping_pong), divisor or 1.0
 
     def plan_tick(
@@ -162,7 +161,7 @@ class AttentionServer:
             note: whether it goes into the statistics, with that number of micro-batches.
         """
         start = time.perf_counter()
-        planned = [self._plan_phase(layout, window, phase, layers) for layout, window, layers in kinds]
+        planned = [self._planner.plan(layout, window, phase, layers) for layout, window, layers in kinds]
         if self._check_plan and kinds and kinds[0][0].num_ranks > 1:
             self._agreement.same(fingerprint(*(p.digest for p in planned)), f"the plan of a {phase} tick")
         if note:
@@ -196,56 +195,13 @@ class AttentionServer:
 
     def _two_nano_batches(self, layout: Layout, plans: dict[int | None, LayerPlan]) -> PingPongPlan:
         """The same plans, divided in time; nobody has to agree on it, since it follows from the layout."""
-        cuts = row_cuts(layout, self._options.granularity)
+        cuts = row_cuts(layout, self._granularity)
         crossing = has_crossing(layout, cuts)
         layers = {
             window: nano_layer_plan(plan.forward, plan.backward, self._exchange, cuts, window, crossing)
             for window, plan in plans.items()
         }
         return PingPongPlan(int(cuts[self._server]), int(layout.tokens[self._server]), layers, self._kernel)
-
-    def _plan_phase(self, layout: Layout, window: int | None, phase: str, layers: int) -> _Planned:
-        tasks = balance(
-            layout,
-            self._cost,
-            phase=phase,
-            window=window,
-            tolerance=self._options.tolerance,
-            granularity=self._options.granularity,
-            min_shard_tokens=self._options.min_shard_tokens,
-            max_received_rows=self._options.max_received_rows,
-            server_weights=self._options.server_weights,
-        )
-        compiler = PlanCompiler(layout, tasks.rows)
-        # A server of weight 0 computes nothing, whatever that costs.
-        if self._options.min_gain and compiler.moves_rows and 0 not in (self._options.server_weights or ()):
-            tasks, compiler = self._unless_slower(layout, window, phase, tasks, compiler)
-        part = ServerPlan(compiler.rank(self._server))
-        sent = layers * compiler.bytes_sent(self._cost.heads, phase)
-        return _Planned(window, layers, tasks, part, sent, digest(layout, tasks, phase=phase, window=window).value)
-
-    def _unless_slower(
-        self, layout: Layout, window: int | None, phase: str, tasks: Tasks, compiler: PlanCompiler
-    ) -> tuple[Tasks, PlanCompiler]:
-        """The given plan, or the one with every row at home where transfers leave too little of what balance saves.
-        Documents that continue on other ranks are exchanged anyway."""
-        speeds = self._speeds(layout.num_ranks)
-        loads = compiler.loads(lambda q_start, q_end, k_start: self._cost.cost(q_start, q_end, k_start, window, phase))
-        at_home, away = (load / UNITS_PER_SECOND / speeds for load in loads)
-        sizes = compiler.bytes_between(self._cost.heads, phase)
-        before = float((tasks.loads_before / UNITS_PER_SECOND / speeds).max())
-        after = phase_seconds(self._cost, at_home, away, *sizes, early=self._exchange.early)
-        flops = self._options.linear_flops * int(layout.tokens.max()) * (1 if phase == "forward" else 2)
-        if before - after >= self._options.min_gain * self._cost.linear_seconds(flops):
-            return tasks, compiler
-        home = Tasks(home_tasks(layout, window), tasks.loads_before, tasks.loads_before)
-        at_home_only = PlanCompiler(layout, home.rows)
-        return (tasks, compiler) if at_home_only.moves_rows else (home, at_home_only)
-
-    def _speeds(self, servers: int) -> np.ndarray:
-        """Relative speeds of the servers, 1 on average. What is balanced is load by speed."""
-        weights = np.array(self._options.server_weights or [1] * servers, dtype=np.float64)
-        return np.where(weights > 0, weights / weights.mean(), 1.0)
 
     def _kernel(self, q, k, v, spec: AttentionSpec) -> Kernel:
         key = (q.device, q.dtype, q.shape[1:], k.shape[1:], v.shape[1:], spec)
@@ -263,7 +219,7 @@ class AttentionServer:
             self._kernels[key] = TimedKernel(kernel, self._timer)
         return self._kernels[key]
 
-    def _note(self, planned: list[_Planned], milliseconds: float, micro_batches: int) -> None:
+    def _note(self, planned: list[PlannedPhase], milliseconds: float, micro_batches: int) -> None:
         step = self._step()
         if step != self._statistics_step:
             self._statistics, self._statistics_step = StepStatistics(), step
@@ -272,7 +228,7 @@ class AttentionServer:
         s, total = self._statistics, self._loads
         sent = sum(p.sent for p in planned)
         seconds = np.zeros(len(sent))
-        speeds = self._speeds(len(sent))
+        speeds = self._planner.speeds(len(sent))
         for p in planned:
             for when, loads in (("before", p.tasks.loads_before), ("after", p.tasks.loads)):
                 total[f"max_{when}"] += p.layers * float((loads / speeds).max())
@@ -287,18 +243,6 @@ class AttentionServer:
         previous = s.predicted_server_seconds or [0.0] * len(seconds)
         s.predicted_server_seconds = [a + b for a, b in zip(previous, seconds.tolist(), strict=True)]
         s.micro_batches += micro_batches
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """One phase's plan for the layers of one kind: all tasks, this rank's part, the bytes that each rank sends."""
-
-    window: int | None
-    layers: int
-    tasks: Tasks
-    part: ServerPlan
-    sent: np.ndarray
-    digest: int
 
 
 @dataclass(frozen=True)

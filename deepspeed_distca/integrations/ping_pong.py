@@ -23,9 +23,10 @@ from deepspeed_distca.attention_server.overlap import NanoPair, PingPongPlan
 from deepspeed_distca.attention_server.pending import PendingPlan
 from deepspeed_distca.integrations.attention_function import KEPT, PLAN, WITNESS, UnsupportedModelError
 from deepspeed_distca.integrations.kept_attention import KeptAttention
+from deepspeed_distca.integrations.ping_pong_trial import Trial
 from deepspeed_distca.integrations.turns import Turns
 
-_OTHERWISE = 'Set `distca.overlap` to another value than "ping_pong"'
+_OTHERWISE = 'Set `distca.overlap` to "local_first"'
 #: Kinds of rotary embeddings that depend on the longest position of a row, which its halves do not share.
 _ROW_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -39,9 +40,11 @@ class PingPong:
     Args:
         decoder: the model.
         modules: its attention modules.
+        trial: looks on while micro-batches run whole, where two nano-batches were not asked for.
 
     Attributes:
         base: the model whose forward is run twice.
+        seen: whether a training forward has run.
         split: whether the last training forward was in two nano-batches.
         running: the nano-batch whose forward is running, or None.
 
@@ -49,13 +52,19 @@ class PingPong:
         UnsupportedModelError: a model for which halves would not be exact.
     """
 
-    def __init__(self, decoder: PreTrainedModel, modules: list[nn.Module]) -> None:
-        self.base = _base_of(decoder, modules)
+    def __init__(self, decoder: PreTrainedModel, modules: list[nn.Module], trial: Trial | None = None) -> None:
+        self.base = base_of(decoder, modules)
         self.split = False
+        self.seen = False
         self.running: int | None = None
-        self._seen = False
+        self._trial = trial
         self._name = type(decoder).__name__
-        _refuse_rope(self._name, decoder.config.get_text_config())
+        kind = row_dependent_rope(decoder.config.get_text_config())
+        if kind:
+            raise UnsupportedModelError(
+                f'{self._name} uses rotary embeddings of kind "{kind}", which depend on the longest position of a '
+                f"row: the two halves of a row would not share it. {_OTHERWISE}"
+            )
         self._forward: Callable[..., Any] = self.base.forward
         self._signature = inspect.signature(self._forward)
         self._takes_positions = "position_ids" in self._signature.parameters or any(
@@ -77,15 +86,13 @@ class PingPong:
         if not isinstance(plan, PendingPlan) or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)  # not a training forward
         ping_pong: PingPongPlan | None = None
-        if self._seen and kwargs.get(WITNESS) is None:
+        if self.seen and kwargs.get(WITNESS) is None:
             ping_pong = plan.result().ping_pong
-        else:
+        elif self._trial is None:
             _refuse_reentrant(self.base)
         self.split = ping_pong is not None
         if ping_pong is None:
-            output = self._forward(*args, **kwargs)
-            self._seen = True
-            return output
+            return self._whole(plan, args, kwargs)
         kwargs = {**self._signature.bind_partial(*args).arguments, **kwargs}
         rows = self._rows(kwargs)
         batch, tokens = rows.shape[:2]
@@ -94,6 +101,23 @@ class PingPong:
         halves = self._halves(kwargs, rows, ping_pong.cut)
         outputs = self._both(halves, ping_pong, rows.device)
         return _merge(outputs, (ping_pong.cut, ping_pong.rows - ping_pong.cut), (batch, tokens))
+
+    def _whole(self, plan: PendingPlan, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self._trial is None:
+            output = self._forward(*args, **kwargs)
+        else:
+            output = self._forward(*args, **{**kwargs, PLAN: self._trial.watched(plan)})
+            self._trial.rehearse(lambda: self._rehearse(args, kwargs, output))
+        self.seen = True
+        return output
+
+    def _rehearse(self, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Raises UnsupportedModelError if arguments cannot be divided, or outputs like this not put together."""
+        kwargs = {**self._signature.bind_partial(*args).arguments, **kwargs}
+        rows = self._rows(kwargs)
+        batch, tokens = rows.shape[:2]
+        self._halves(kwargs, rows, batch * tokens // 2)
+        _check_output(output, batch, tokens)
 
     def _both(self, halves: tuple[dict, dict], plan: PingPongPlan, device: torch.device) -> tuple[Any, Any]:
         turns = Turns(device)
@@ -177,6 +201,19 @@ def _merge(outputs: tuple[Any, Any], rows: tuple[int, int], shape: tuple[int, in
     )
 
 
+def _check_output(output: Any, batch: int, tokens: int) -> None:
+    """Raises UnsupportedModelError where :func:`_merge` would, for a whole micro-batch's output."""
+    if torch.is_tensor(output):
+        by_row = output.ndim > 1 and output.shape[:2] == (batch, tokens)
+        if not by_row and not (output.ndim and len(output) == batch * tokens):
+            raise UnsupportedModelError(f"an output of shape {list(output.shape)} for {batch} x {tokens} tokens")
+    elif isinstance(output, ModelOutput | tuple | list):
+        for value in output.values() if isinstance(output, ModelOutput) else output:
+            _check_output(value, batch, tokens)
+    elif output is not None:
+        raise UnsupportedModelError(f"an output of type {type(output).__name__}")
+
+
 def _floating(output: Any) -> list[torch.Tensor]:
     """Tensors of an output that may have a gradient."""
     if torch.is_tensor(output):
@@ -195,7 +232,7 @@ def _map(output: Any, tensors: Any) -> Any:
     return type(output)(_map(v, tensors) for v in output) if isinstance(output, tuple | list) else output
 
 
-def _base_of(decoder: PreTrainedModel, modules: list[nn.Module]) -> PreTrainedModel:
+def base_of(decoder: PreTrainedModel, modules: list[nn.Module]) -> PreTrainedModel:
     """The innermost model that has all attention modules."""
     found = decoder
     for model in decoder.modules():
@@ -204,15 +241,11 @@ def _base_of(decoder: PreTrainedModel, modules: list[nn.Module]) -> PreTrainedMo
     return found
 
 
-def _refuse_rope(name: str, config: Any) -> None:
+def row_dependent_rope(config: Any) -> str | None:
+    """The kind of a model's rotary embeddings, if the halves of a row would need to know of each other for it."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [p.get("rope_type") for p in (parameters, *parameters.values()) if isinstance(p, Mapping)]
-    kind = next((k for k in kinds if k in _ROW_DEPENDENT_ROPE), None)
-    if kind:
-        raise UnsupportedModelError(
-            f'{name} uses rotary embeddings of kind "{kind}", which depend on the longest position of a row: the two '
-            f"halves of a row would not share it. {_OTHERWISE}"
-        )
+    return next((k for k in kinds if k in _ROW_DEPENDENT_ROPE), None)
 
 
 def _refuse_reentrant(model: nn.Module) -> None:
@@ -223,6 +256,6 @@ def _refuse_reentrant(model: nn.Module) -> None:
         if function.keywords.get("use_reentrant"):
             raise UnsupportedModelError(
                 "reentrant activation checkpointing cannot be combined with two nano-batches: it computes gradients "
-                'of parameters once for each. Set gradient_checkpointing_kwargs={"use_reentrant": False}, or another '
-                '`distca.overlap` than "ping_pong"'
+                'of parameters once for each. Set gradient_checkpointing_kwargs={"use_reentrant": False}, or '
+                '`distca.overlap` to "local_first"'
             )

@@ -45,7 +45,7 @@ class TwiceCalled:
                     f"{type(module).__name__} is a ZeRO-3 leaf module, whose gradients DeepSpeed reduces after every "
                     "call; two nano-batches call it twice. Set "
                     '"zero_optimization": {"leaf_module": {"classes": []}} if its experts are one parameter (as in '
-                    f'transformers 5), or `{BLOCK}.overlap` to another value than "ping_pong"'
+                    f'transformers 5), or `{BLOCK}.overlap` to "local_first"'
                 )
         self._nano_batches = nano_batches
         self._before: dict[nn.Module, int] = {}

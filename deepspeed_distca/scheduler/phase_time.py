@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a plan's phase takes, transfers included: whether moving rows is worth it over the links there are."""
+"""How long a plan's phase takes, transfers included: whether moving rows is worth it over the links there are, and how
+much of the transfers no task covers."""
 
 from __future__ import annotations
 
@@ -35,6 +36,16 @@ def phase_seconds(
     leave = ready[:, None] if early else np.maximum(done[:, None], done[None, :])
     arrive = np.where(back > 0, leave + returning, 0.0)
     return float(max(done.max(initial=0.0), arrive.max(initial=0.0)))
+
+
+def exposed_seconds(phase: float, at_home: np.ndarray, away: np.ndarray) -> float:
+    """Predicted seconds by which transfers make one layer's phase longer than its busiest server's own work.
+
+    Args:
+        phase: seconds of the phase, of :func:`phase_seconds`.
+        at_home, away: as there.
+    """
+    return max(0.0, phase - float((at_home + away).max(initial=0.0)))
 
 
 def _ends(cost: CostModel, size: np.ndarray) -> np.ndarray:

@@ -119,6 +119,7 @@ def train_once(
     frozen: str = "",
     model: dict | None = None,
     servers: int | None = None,
+    block: dict | None = None,
 ) -> dict:
     """Loss and gradients of the second step over the layouts (one per micro-batch). The first step, with a learning
     rate of 0, begins with the forward that runs whole.
@@ -127,20 +128,21 @@ def train_once(
         frozen: parameters whose name contains it are not trained.
         model: options of the model's configuration.
         servers: of a group, if not all ranks.
+        block: further options of the plugin's.
     """
     rng = np.random.default_rng(seed)
     layouts = [Layout.from_ranks(ranks).validate() for ranks in layouts]
     batches = [documents_of(layout, rng) for layout in layouts]
     options = model or {}
     expected_loss, expected = reference(tiny_llama(seed, **options), batches)
-    engine = engine_of(zero, len(layouts), checkpointing, seed, frozen, options, servers=servers)
+    engine = engine_of(zero, len(layouts), checkpointing, seed, frozen, options, servers=servers, **(block or {}))
     parts = [rank_batch(d, layout, servers) for d, layout in zip(batches, layouts, strict=True)]
     step_targets = sum(part["num_targets"] for part in parts)
     losses, splits, gradients = [], [], {}
     for step in range(2):
         for index, part in enumerate(parts):
             output = engine(**part, step_targets=step_targets)
-            splits.append(engine.distca._ping_pong.split)
+            splits.append(split(engine))
             if step:
                 losses.append(output.loss.detach())
             engine.backward(output.loss)
@@ -160,6 +162,12 @@ def train_once(
         "splits": splits,
         "logits": list(output.logits.shape),
     }
+
+
+def split(engine) -> bool:
+    """Whether the last training forward was in two nano-batches."""
+    ping_pong = engine.distca._ping_pong
+    return ping_pong is not None and ping_pong.split
 
 
 def rank_batch(documents: dict[int, list[int]], layout: Layout, servers: int | None) -> dict:

@@ -9,7 +9,7 @@ from deepspeed_distca.attention_server.runtime import AttentionServer, PlanOptio
 from deepspeed_distca.scheduler.cost_model import CostModel
 
 
-def lone_server(cost: CostModel, options: PlanOptions, exchange: Any = None) -> AttentionServer:
+def lone_server(cost: CostModel, options: PlanOptions, exchange: Any = None, **more: Any) -> AttentionServer:
     """Server 0, of layers without a window."""
     return AttentionServer(
         agreement=None,
@@ -24,4 +24,5 @@ def lone_server(cost: CostModel, options: PlanOptions, exchange: Any = None) -> 
         accumulation_steps=lambda: 1,
         ranks=1,
         step=lambda: 0,
+        **more,
     )

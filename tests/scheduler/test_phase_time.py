@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_distca.scheduler.cost_model import CostModel
-from deepspeed_distca.scheduler.phase_time import phase_seconds
+from deepspeed_distca.scheduler.phase_time import exposed_seconds, phase_seconds
 
 COST = replace(CostModel(), bytes_per_second=10**6, latency=0)
 MB = 10**6
@@ -41,6 +41,23 @@ def test_by_hand(at_home, away, sizes, early, late) -> None:
     assert phase_seconds(COST, *loads, *two(*sizes), early=False) == pytest.approx(late)
 
 
+@pytest.mark.parametrize(
+    ("at_home", "away", "sizes", "exposed"),
+    [
+        ([5, 1], [0, 3], (0, 0), 0),
+        ([5, 1], [0, 3], (2, 1), 1),  # over at 6, where the busiest has 5 to do
+        ([5, 9], [0, 1], (2, 1), 0),
+        ([5, 9], [0, 1], (2, 3), 0),  # back at 6, while rank 1 is busy until 10
+        ([0, 0], [0, 1], (2, 3), 5),
+        ([0, 0], [0, 0], (0, 0), 0),
+    ],
+)
+def test_what_no_task_covers_by_hand(at_home, away, sizes, exposed) -> None:
+    loads = np.array(at_home, dtype=float), np.array(away, dtype=float)
+    phase = phase_seconds(COST, *loads, *two(*sizes), early=True)
+    assert exposed_seconds(phase, *loads) == pytest.approx(exposed)
+
+
 def test_a_busy_end_holds_up_all_that_it_sends() -> None:
     out, back = np.zeros((3, 3), dtype=np.int64), np.zeros((3, 3), dtype=np.int64)
     out[0, 1], out[0, 2] = 3 * MB, MB
@@ -62,4 +79,9 @@ def test_between_the_busiest_server_and_everything_in_turn(seed: int, ranks: int
     assert busiest <= early <= late <= busiest + sum(slowest) + 1e-9
     fast = replace(COST, bytes_per_second=10**12)
     for e, seconds in ((True, early), (False, late)):
-        assert busiest <= phase_seconds(fast, at_home, away, out, back, early=e) <= seconds
+        exposed = exposed_seconds(seconds, at_home, away)
+        assert 0 <= exposed <= sum(slowest) + 1e-9 and exposed == pytest.approx(seconds - busiest)
+        faster = phase_seconds(fast, at_home, away, out, back, early=e)
+        assert busiest <= faster <= seconds
+        assert 0 <= exposed_seconds(faster, at_home, away) <= exposed
+    assert exposed_seconds(busiest, at_home, away) == 0 == exposed_seconds(busiest * (1 - 1e-12), at_home, away)

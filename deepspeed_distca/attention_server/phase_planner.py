@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of one phase of a micro-batch's layers: what is computed where, and whether transfers are worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_distca.attention_server.exchange import Exchange
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.balance import balance
+from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel
+from deepspeed_distca.scheduler.digest import digest
+from deepspeed_distca.scheduler.phase_time import exposed_seconds, phase_seconds
+from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
+
+#: A layer's linear work in a phase, in forwards of it: backward has gradients of inputs and of weights.
+LINEAR_WORK = {"forward": 1, "backward": 2}
+
+#: Exposed time from which on two nano-batches are faster: a share of the predicted time of linear layers, and seconds
+#: of each layer. Measured in steps of one document of 64K against sixteen of 4K on two H200s over NCCL, whose linear
+#: layers take 494 ms by the shipped cost model (README, "Measured"). Over NVLink two nano-batches took 32 ms more with
+#: 8 ms less exposed, over a slow link 52 ms less with 95 of 125 ms less exposed. So they cost 40 to 43 ms and cover
+#: three quarters of what is exposed: they are faster where more than 55 ms are. What of it does not shrink with the
+#: work, a second launch of every kernel, was not measured apart; it is put at 1 ms of a layer's forward and backward.
+NANO_COST = 0.1
+NANO_SECONDS = 1e-3
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What planning depends on beside the layout; the same on every rank. See ``DistCAConfig`` for the meanings."""
+
+    tolerance: float
+    granularity: int
+    min_shard_tokens: int | None
+    max_received_rows: int | None
+    server_weights: tuple[int, ...] | None = None  # of this rank's servers
+    min_gain: float = 0.0
+    linear_flops: int = 0  # of a layer's forward, for a token
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """One phase's plan for the layers of one kind.
+
+    Attributes:
+        phase: "forward" or "backward".
+        window: of the layers.
+        layers: how many there are.
+        tasks: of all servers.
+        part: this rank's.
+        sent: bytes that each rank sends in all the layers, int64 [num_ranks].
+        digest: of the tasks.
+        exposed: predicted seconds of all the layers in which transfers are not covered by tasks; 0 if not asked for.
+    """
+
+    phase: str
+    window: int | None
+    layers: int
+    tasks: Tasks
+    part: ServerPlan
+    sent: np.ndarray
+    digest: int
+    exposed: float
+
+
+class PhasePlanner:
+    """Plans phases. Everything follows from layout, cost model, options and the kind of exchange, the same on every
+    rank: predicted times are compared in float64, but with sums and maxima of single numbers only, which every CPU
+    rounds alike.
+
+    Args:
+        server: this rank's place among its servers.
+        cost: predicts the seconds of tasks and transfers.
+        options: how to plan.
+        exchange: says when results leave.
+    """
+
+    def __init__(self, server: int, cost: CostModel, options: PlanOptions, exchange: Exchange) -> None:
+        self._server, self._cost, self._options, self._exchange = server, cost, options, exchange
+
+    def plan(
+        self, layout: Layout, window: int | None, phase: str, layers: int, *, weigh: bool = False
+    ) -> PlannedPhase:
+        """The plan of a phase, "forward" or "backward", of so many layers with one window.
+
+        Args:
+            weigh: whether exposed seconds are wanted.
+        """
+        tasks = balance(
+            layout,
+            self._cost,
+            phase=phase,
+            window=window,
+            tolerance=self._options.tolerance,
+            granularity=self._options.granularity,
+            min_shard_tokens=self._options.min_shard_tokens,
+            max_received_rows=self._options.max_received_rows,
+            server_weights=self._options.server_weights,
+        )
+        compiler = PlanCompiler(layout, tasks.rows)
+        exposed = 0.0
+        # A server of weight 0 computes nothing, whatever that costs.
+        frugal = self._options.min_gain > 0 and 0 not in (self._options.server_weights or ())
+        if (frugal or weigh) and compiler.moves_rows:
+            seconds, exposed = self._predicted(layout, compiler, window, phase)
+            if frugal and self._gains_too_little(layout, phase, tasks, seconds):
+                home = Tasks(home_tasks(layout, window), tasks.loads_before, tasks.loads_before)
+                at_home_only = PlanCompiler(layout, home.rows)
+                # Documents that continue on other ranks are exchanged anyway.
+                if not at_home_only.moves_rows:
+                    tasks, compiler, exposed = home, at_home_only, 0.0
+        part = ServerPlan(compiler.rank(self._server))
+        sent = layers * compiler.bytes_sent(self._cost.heads, phase)
+        value = digest(layout, tasks, phase=phase, window=window).value
+        return PlannedPhase(phase, window, layers, tasks, part, sent, value, layers * exposed)
+
+    def favours_two(self, planned: Sequence[PlannedPhase], layout: Layout) -> bool:
+        """Whether a micro-batch whose phases were planned with ``weigh`` is predicted to be faster in two
+        nano-batches, which cover exchanges by linear layers as well. Never where their size is not known."""
+        flops = self._options.linear_flops * int(layout.tokens.max())
+        exposed = sum(p.exposed for p in planned)
+        work = sum(LINEAR_WORK[p.phase] * p.layers for p in planned)
+        layers = sum(p.layers for p in planned if p.phase == "forward")
+        return flops > 0 and exposed > NANO_COST * self._cost.linear_seconds(flops * work) + NANO_SECONDS * layers
+
+    def speeds(self, servers: int) -> np.ndarray:
+        """Relative speeds of the servers, 1 on average. What is balanced is load by speed."""
+        weights = np.array(self._options.server_weights or [1] * servers, dtype=np.float64)
+        return np.where(weights > 0, weights / weights.mean(), 1.0)
+
+    def _predicted(
+        self, layout: Layout, compiler: PlanCompiler, window: int | None, phase: str
+    ) -> tuple[float, float]:
+        """Seconds of one layer's phase with its transfers, and those in which they are exposed."""
+        speeds = self.speeds(layout.num_ranks)
+        loads = compiler.loads(lambda q_start, q_end, k_start: self._cost.cost(q_start, q_end, k_start, window, phase))
+        at_home, away = (load / UNITS_PER_SECOND / speeds for load in loads)
+        sizes = compiler.bytes_between(self._cost.heads, phase)
+        seconds = phase_seconds(self._cost, at_home, away, *sizes, early=self._exchange.early)
+        return seconds, exposed_seconds(seconds, at_home, away)
+
+    def _gains_too_little(self, layout: Layout, phase: str, tasks: Tasks, seconds: float) -> bool:
+        """Whether transfers leave less than ``min_gain`` of what balance saves."""
+        before = float((tasks.loads_before / UNITS_PER_SECOND / self.speeds(layout.num_ranks)).max())
+        flops = self._options.linear_flops * int(layout.tokens.max()) * LINEAR_WORK[phase]
+        return before - seconds < self._options.min_gain * self._cost.linear_seconds(flops)

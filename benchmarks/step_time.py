@@ -190,7 +190,7 @@ def take_turns(
     results: Results,
     device: torch.device,
 ) -> None:
-    """Collective: all variants on every batch, a step of each in turn."""
+    """Collective: all variants on every batch, a step of each in turn, in an order that is rotated."""
     engines = {variant.name: measure.make_engine(args, variant, device) for variant in variants}
     for index, batch in enumerate(batches):
         if budget.over():
@@ -200,8 +200,11 @@ def take_turns(
             break
         mine = {v.name: measure.Measurement(engines[v.name], v, batch, args) for v in variants if v.fits(batch)}
         warm_up = args.warm_up + (measure.FIRST_WARM_UP if index == 0 else 0)
+        order = list(mine.values())
         for turn in range(warm_up + args.steps):
-            for measurement in mine.values():
+            # Another one begins each time: a card is fast after a pause, and after a step in which it waited.
+            first = turn % len(order)
+            for measurement in order[first:] + order[:first]:
                 measurement.step(count=turn >= warm_up)
         for name, measurement in mine.items():
             row = measurement.row()

@@ -54,9 +54,9 @@ class DistCAConfig(DeepSpeedConfigModel):
 
     min_gain: float | None = Field(None, ge=0.0, allow_inf_nan=False)
     """ What balance must save in a layer's forward or backward, less transfers that tasks do not cover, before rows
-    are moved, as a share of the time of its linear work; all of it predicted. Ranks that exchange rows wait for each
-    other in every layer, and their linear work takes the same time only to about such a share. 0: rows move whatever
-    it costs. Left out: 0.02 on GPUs, 0 on CPUs. """
+    are moved, as a share of the time of its linear work and of core attention on the busiest server; all of it
+    predicted. Steps in which rows move run at lower clocks, and so do ranks that no longer wait. 0: rows move whatever
+    it costs. Left out: 0.04 on GPUs, 0 on CPUs. """
 
     kernel: Literal["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen", "reference"] | None = None
     """ What computes core attention. Left out: the best that is installed and fits the device and data type. """

@@ -146,7 +146,7 @@ class PhasePlanner:
         return seconds, exposed_seconds(seconds, at_home, away)
 
     def _gains_too_little(self, layout: Layout, phase: str, tasks: Tasks, seconds: float) -> bool:
-        """Whether transfers leave less than ``min_gain`` of what balance saves."""
+        """Whether balance saves less than ``min_gain`` of the phase, after transfers."""
         before = float((tasks.loads_before / UNITS_PER_SECOND / self.speeds(layout.num_ranks)).max())
         flops = self._options.linear_flops * int(layout.tokens.max()) * LINEAR_WORK[phase]
-        return before - seconds < self._options.min_gain * self._cost.linear_seconds(flops)
+        return before - seconds < self._options.min_gain * (self._cost.linear_seconds(flops) + before)

@@ -10,9 +10,9 @@ import torch
 from deepspeed_distca.attention_server.runtime import PlanOptions
 from deepspeed_distca.config import DistCAConfig
 
-#: Share of a layer's linear work by which that of two GPUs differs from layer to layer (docs/design.md, "When rows
+#: Share of a layer's predicted time that moving rows costs on GPUs, whatever is moved (docs/design.md, "When rows
 #: move").
-MIN_GAIN = 0.02
+MIN_GAIN = 0.04
 
 
 def plan_options(

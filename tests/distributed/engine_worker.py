@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepspeed_distca
 from deepspeed_distca import Layout
-from deepspeed_distca.attention_server import core_attention, runtime
+from deepspeed_distca.attention_server import core_attention, phase_planner
 from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
 from deepspeed_distca.attention_server.statistics import TimedKernel
 from deepspeed_distca.data.from_layout import batch_from_layout
@@ -295,8 +295,8 @@ def different_plans() -> dict:
     """Rank 1's scheduler decides otherwise on the same layout: it finds nothing to move."""
     engine = _engine({"granularity": 16})
     if dist.get_rank() == 1:
-        decide = runtime.balance
-        runtime.balance = lambda layout, cost, **options: decide(layout, cost, **{**options, "tolerance": 1000.0})
+        decide = phase_planner.balance
+        phase_planner.balance = lambda *given, **options: decide(*given, **{**options, "tolerance": 1000.0})
     try:
         engine(**_batch(*([200] if dist.get_rank() == 0 else [9, 4])))
         return {"error": ""}

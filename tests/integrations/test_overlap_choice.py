@@ -37,7 +37,7 @@ EVEN = Layout.from_lengths([[4096] * 16, [4096] * 16])
 
 
 def server(
-    cost: CostModel, mode: str = "exposed", flops: int | None = None, min_gain: float = 0.02
+    cost: CostModel, mode: str = "exposed", flops: int | None = None, min_gain: float = 0.04
 ) -> AttentionServer:
     options = PlanOptions(0.005, 128, None, None, None, min_gain, linear_flops(MODEL) if flops is None else flops)
     return lone_server(cost, options, SimpleNamespace(early=False), ping_pong=mode)
@@ -48,7 +48,7 @@ def in_two(of: AttentionServer, layout: Layout, all_can: bool = True) -> bool:
     return plan.ping_pong is not None
 
 
-@pytest.mark.parametrize("min_gain", [0.0, 0.02])
+@pytest.mark.parametrize("min_gain", [0.0, 0.04])
 def test_two_nano_batches_where_the_link_is_slow(min_gain) -> None:
     slow, fast = server(SLOW, min_gain=min_gain), server(NVLINK, min_gain=min_gain)
     assert in_two(slow, LONG_SHORT) and slow.favoured_two

@@ -71,7 +71,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--block", type=json.loads, default={}, help="JSON, more keys for the plugin's variants")
     parser.add_argument("--steps", type=int, default=6, help="measured, on each batch")
     parser.add_argument(
-        "--warm-up", type=int, default=3, help="steps before them; a variant's first batch has three more"
+        "--warm-up", type=int, default=3, help="steps before them; an engine begins with four on other batches"
     )
     parser.add_argument("--budget-seconds", type=float, help="stop after that long and report what there is")
     parser.add_argument("--json", type=Path, help="everything that was measured, rewritten as it comes")
@@ -148,13 +148,13 @@ def run(
         return False
     engine = measure.make_engine(args, variant, device)
     reserved: list[float] = []
+    measure.begin(engine, variant, args, reserved)
     complete = True
     for index, batch in enumerate(mine):
         if index and budget.over():
             complete = False
             break
-        warm_up = args.warm_up + (measure.FIRST_WARM_UP if index == 0 else 0)
-        row = measure.measure(engine, variant, batch, args, warm_up, reserved)
+        row = measure.measure(engine, variant, batch, args, reserved)
         results.add(batch.group, batch.name, variant.name, row)
         if dist.get_rank() == 0:
             print(results.line(batch.name, variant.name), flush=True)
@@ -192,20 +192,21 @@ def take_turns(
 ) -> None:
     """Collective: all variants on every batch, a step of each in turn, in an order that is rotated."""
     engines = {variant.name: measure.make_engine(args, variant, device) for variant in variants}
-    for index, batch in enumerate(batches):
+    for variant in variants:
+        measure.begin(engines[variant.name], variant, args, [])
+    for batch in batches:
         if budget.over():
             note(
                 results, f"The budget of {args.budget_seconds:g} s was over before {batch.name}; the rest was not run."
             )
             break
         mine = {v.name: measure.Measurement(engines[v.name], v, batch, args) for v in variants if v.fits(batch)}
-        warm_up = args.warm_up + (measure.FIRST_WARM_UP if index == 0 else 0)
         order = list(mine.values())
-        for turn in range(warm_up + args.steps):
+        for turn in range(args.warm_up + args.steps):
             # Another one begins each time: a card is fast after a pause, and after a step in which it waited.
             first = turn % len(order)
             for measurement in order[first:] + order[:first]:
-                measurement.step(count=turn >= warm_up)
+                measurement.step(count=turn >= args.warm_up)
         for name, measurement in mine.items():
             row = measurement.row()
             row.pop("peak_gib", None)  # of all engines together

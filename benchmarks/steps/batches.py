@@ -82,6 +82,13 @@ def mix(name: str, world: int, tokens: int) -> Batch:
     return Batch(name, name, Layout.from_lengths([on_odd if rank % 2 else on_even for rank in range(world)]))
 
 
+def beginning(world: int, tokens: int) -> list[Batch]:
+    """Two batches: a long document on the even ranks and short ones on the others, and the other way round."""
+    kinds = [tokens], _cut(tokens, min(_SHORT, max(1, tokens // 16)))
+    ranks = [[list(kinds[(rank + odd) % 2]) for rank in range(world)] for odd in range(2)]
+    return [Batch("beginning", "beginning", Layout.from_lengths(documents)) for documents in ranks]
+
+
 def workload(spec: str, world: int, tokens: int, context: int) -> list[Batch]:
     """Consecutive batches of a distribution.
 

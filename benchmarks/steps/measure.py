@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepspeed_distca  # noqa: F401  hooks deepspeed.initialize
-from steps.batches import Batch
+from steps.batches import Batch, beginning
 from steps.variants import Variant
 
 GIB, MIB = 2**30, 2**20
-#: At the start of a variant kernels are compiled, communicators set up and the optimizer's state allocated.
-FIRST_WARM_UP = 3
+#: Steps on each of the batches with which an engine begins.
+BEGINNING_STEPS = 2
 
 
 class Budget:
@@ -179,21 +179,33 @@ class Measurement:
         return row | _planned(self._engine, self._variant, self._batch, self._args)
 
 
-def measure(
-    engine, variant: Variant, batch: Batch, args: argparse.Namespace, warm_up: int, reserved: list[float]
-) -> dict[str, Any]:
-    """Collective: steps on one batch, one after another; see :meth:`Measurement.row`.
+def begin(engine, variant: Variant, args: argparse.Namespace, reserved: list[float]) -> None:
+    """Collective: first steps of an engine. Kernels are compiled, communicators set up and the optimizer's state is
+    allocated, and every rank gives rows away once and takes some over.
 
     Args:
-        warm_up: steps before `args.steps` measured ones.
         reserved: gets the reserved memory in GiB after each step, of this rank.
     """
+    for batch in beginning(dist.get_world_size(), args.tokens):
+        measurement = Measurement(engine, variant, batch, args)
+        for _ in range(BEGINNING_STEPS):
+            measurement.step(count=False)
+            note_reserved(reserved)
+
+
+def measure(engine, variant: Variant, batch: Batch, args: argparse.Namespace, reserved: list[float]) -> dict[str, Any]:
+    """Collective: steps on one batch, one after another; see :meth:`Measurement.row` and :func:`begin`."""
     measurement = Measurement(engine, variant, batch, args)
-    for index in range(warm_up + args.steps):
-        measurement.step(count=index >= warm_up)
-        if engine.device.type == "cuda":
-            reserved.append(torch.cuda.memory_reserved() / GIB)
+    for index in range(args.warm_up + args.steps):
+        measurement.step(count=index >= args.warm_up)
+        note_reserved(reserved)
     return measurement.row()
+
+
+def note_reserved(reserved: list[float]) -> None:
+    """Takes down the memory in GiB that torch has reserved on this rank's GPU, if it has one."""
+    if torch.cuda.is_available():
+        reserved.append(torch.cuda.memory_reserved() / GIB)
 
 
 def timeline(engine, variant: Variant, batch: Batch, args: argparse.Namespace, path: Path) -> None:

@@ -62,6 +62,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--variants", nargs="+", default=["plain", "distca", "ulysses"], choices=KINDS, help="in the order to run them"
     )
+    parser.add_argument(
+        "--cold", action="store_true", help="without those four, whose plans are large: for the growth of memory"
+    )
     parser.add_argument("--turns", action="store_true", help="all engines at once, a step of each in turn; no memory")
     parser.add_argument(
         "--overlap", nargs="+", default=["none", "local_first"], help=f'"{LEFT_OUT}": the key left out'
@@ -148,7 +151,8 @@ def run(
         return False
     engine = measure.make_engine(args, variant, device)
     reserved: list[float] = []
-    measure.begin(engine, variant, args, reserved)
+    if not args.cold:
+        measure.begin(engine, variant, args, reserved)
     complete = True
     for index, batch in enumerate(mine):
         if index and budget.over():
@@ -190,23 +194,21 @@ def take_turns(
     results: Results,
     device: torch.device,
 ) -> None:
-    """Collective: all variants on every batch, a step of each in turn, in an order that is rotated."""
+    """Collective: all variants on every batch, a step of each in turn, there and back."""
     engines = {variant.name: measure.make_engine(args, variant, device) for variant in variants}
     for variant in variants:
         measure.begin(engines[variant.name], variant, args, [])
+    turns = 0
     for batch in batches:
         if budget.over():
-            note(
-                results, f"The budget of {args.budget_seconds:g} s was over before {batch.name}; the rest was not run."
-            )
+            note(results, f"The budget of {args.budget_seconds:g} s was over before {batch.name}.")
             break
         mine = {v.name: measure.Measurement(engines[v.name], v, batch, args) for v in variants if v.fits(batch)}
-        order = list(mine.values())
         for turn in range(args.warm_up + args.steps):
-            # Another one begins each time: a card is fast after a pause, and after a step in which it waited.
-            first = turn % len(order)
-            for measurement in order[first:] + order[:first]:
+            # There and back: a card is fast after a pause, and after a step in which it waited.
+            for measurement in list(mine.values())[:: -1 if turns % 2 else 1]:
                 measurement.step(count=turn >= args.warm_up)
+            turns += 1
         for name, measurement in mine.items():
             row = measurement.row()
             row.pop("peak_gib", None)  # of all engines together

@@ -29,7 +29,7 @@ time in which a rank waits for an exchange and no attention kernel runs, on the 
 the step; for Ulysses it was not measured. Loss is the largest relative difference from plain's on the same batch. Peak
 is the absolute `max_memory_allocated`, smallest and largest over ranks, of all batches; "left" what was allocated
 before the variant's engine was built; "growth" how much more memory is reserved at the end than after the third step,
-on the rank where it is most."""
+on the rank where it is most (an engine begins with two batches of large plans unless it is run with --cold)."""
 
 
 class Results:
@@ -61,6 +61,8 @@ class Results:
             row["ideal_ms"] = row["ms"] - max(row["attention_ms"]) + mean(row["attention_ms"])
         elif plain is not None and variant == EVENED:
             plain["evened_ms"] = row["ms"] - max(row["attention_ms"]) + mean(plain["attention_ms"])
+            for name in rows.keys() - {PLAIN, EVENED}:
+                rows[name]["share_of_evened"] = _share(plain, rows[name], "evened_ms")
         elif plain is not None:
             row["of_plain"] = row["ms"] / plain["ms"]
             row["share_of_ideal"] = _share(plain, row, "ideal_ms")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -124,7 +125,7 @@ class PhasePlanner:
         """Whether a micro-batch whose phases were planned with ``weigh`` is predicted to be faster in two
         nano-batches, which cover exchanges by linear layers as well. Never where their size is not known."""
         flops = self._options.linear_flops * int(layout.tokens.max())
-        exposed = sum(p.exposed for p in planned)
+        exposed = math.fsum(p.exposed for p in planned)  # the same under every version of Python
         work = sum(LINEAR_WORK[p.phase] * p.layers for p in planned)
         layers = sum(p.layers for p in planned if p.phase == "forward")
         return flops > 0 and exposed > NANO_COST * self._cost.linear_seconds(flops * work) + NANO_SECONDS * layers

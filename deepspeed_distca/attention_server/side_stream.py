@@ -11,7 +11,7 @@ advance, and a rank that is early does not wait for one that is late while it ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -40,14 +40,24 @@ class SideStream:
         side, caller = self._streams[device], torch.cuda.current_stream(device)
         side.wait_stream(caller)
         memory = BorrowedMemory(lambda: torch.cuda.stream(caller))
-        # First: whatever memory is free by now is free behind the point that the side stream waits for. What the
-        # tasks at home free, though, is free behind their kernels only.
-        with torch.cuda.stream(side), memory:
-            result = away()
-        at_home()
-        caller.wait_stream(side)
-        memory.release()
+        try:
+            # First: whatever memory is free by now is free behind the point that the side stream waits for. What the
+            # tasks at home free, though, is free behind their kernels only.
+            with torch.cuda.stream(side), memory if _can_borrow() else nullcontext():
+                result = away()
+            at_home()
+        finally:
+            # Also after an error: what is unwound goes back to the caller's memory while the side stream is at work.
+            caller.wait_stream(side)
+            memory.release()
         return result
+
+
+def _can_borrow() -> bool:
+    """Not where torch fills new tensors, which it does on their own stream, too late for the other one; nor with an
+    allocator that orders memory by its own streams' time."""
+    fills = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    return not fills and torch.cuda.memory.get_allocator_backend() == "native"
 
 
 #: The calls that make tensors without a value, or of zeros, and their counterparts without a value.
@@ -67,8 +77,8 @@ class BorrowedMemory(TorchFunctionMode):
     """Within it tensors are made of the memory of another stream.
 
     torch's allocator keeps the memory of each stream for itself. A stream that works for some micro-batches only would
-    hold the most that any of them ever asked of it, while the caller's has that much to spare at the time. A kernel
-    library's work buffers are made by these calls as well.
+    hold the most that any of them ever asked of it, while the caller's has that much to spare at the time. Seen are
+    calls from Python, such as flash-attn-4's for its work buffers; what a library makes in C++ is not.
 
     Args:
         owner: a context in which the other stream is current.

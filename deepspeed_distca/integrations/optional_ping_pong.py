@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 #: Where hooks come from that may see a module's tokens in two parts: they count, or give on what passes through.
 _HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils", "deepspeed.")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [f"_global{name}" for name in _HOOKS]
 
 
 class OptionalPingPong:
@@ -53,7 +54,8 @@ class OptionalPingPong:
         return self._ping_pong is not None and self._ping_pong.split
 
     def ready(self, favoured: bool) -> bool:
-        """Whether this rank could run the coming micro-batch in two. Called before each, outside of its forward.
+        """Whether this rank could run the coming micro-batch in two. Called before each, before the base's forward;
+        where that is the decoder's own, it is under way, and what is installed here is first called in the next.
 
         Args:
             favoured: whether plans have favoured it so far.
@@ -63,7 +65,7 @@ class OptionalPingPong:
         fault = self.trial.fault or _fault(self._root, self._base)
         if fault:
             if not self._told:
-                logger.info("distca: micro-batches are not divided into two nano-batches: %s", fault)
+                logger.warning("distca: micro-batches are not divided into two nano-batches: %s", fault)
             self.trial.fault, self._told = fault, True
             self.remove()
             return False
@@ -82,8 +84,13 @@ def _fault(root: nn.Module, base: nn.Module) -> str | None:
     """What stands against halves and can be seen from outside."""
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return "a mode of torch is active, which the thread of a nano-batch would not have"
+    if any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS):
+        return "a hook on all modules, which would be called with half of the tokens"
     for module in root.modules():
-        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        forward = module.__dict__.get("forward")
+        # What is excepted from compilation, as the halves' own forward is, carries both.
+        compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+        if compiled or module._compiled_call_impl is not None or "_orig_mod" in module._modules:
             return "the model is compiled, and halves are not"
     for module in base.modules():
         if getattr(module, "gradient_checkpointing", False) and not _never_reentrant(module):

@@ -65,6 +65,7 @@ class PingPong:
                 f'{self._name} uses rotary embeddings of kind "{kind}", which depend on the longest position of a '
                 f"row: the two halves of a row would not share it. {_OTHERWISE}"
             )
+        self._own_forward = self.base.__dict__.get("forward")  # of a model that somebody else has patched
         self._forward: Callable[..., Any] = self.base.forward
         self._signature = inspect.signature(self._forward)
         self._takes_positions = "position_ids" in self._signature.parameters or any(
@@ -80,6 +81,8 @@ class PingPong:
     def remove(self) -> None:
         """Gives the base model its own forward back."""
         self.base.__dict__.pop("forward", None)
+        if self._own_forward is not None:
+            self.base.__dict__["forward"] = self._own_forward
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         plan = kwargs.get(PLAN)
@@ -117,6 +120,9 @@ class PingPong:
         rows = self._rows(kwargs)
         batch, tokens = rows.shape[:2]
         self._halves(kwargs, rows, batch * tokens // 2)
+        for key, value in kwargs.items():
+            if key not in (PLAN, KEPT) and _whole_in_both(value, batch, tokens):
+                raise UnsupportedModelError(f"{self._name}: do not know how to divide {key}. {_OTHERWISE}")
         _check_output(output, batch, tokens)
 
     def _both(self, halves: tuple[dict, dict], plan: PingPongPlan, device: torch.device) -> tuple[Any, Any]:
@@ -199,6 +205,14 @@ def _merge(outputs: tuple[Any, Any], rows: tuple[int, int], shape: tuple[int, in
     raise UnsupportedModelError(
         f"do not know how to put outputs of type {type(first).__name__} together. {_OTHERWISE}"
     )
+
+
+def _whole_in_both(value: Any, batch: int, tokens: int) -> bool:
+    """Whether an argument that both halves get whole belongs to tokens, or to rows of the batch."""
+    if torch.is_tensor(value):
+        return value.ndim > 0 and tokens not in value.shape and len(value) == batch > 1
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return any((torch.is_tensor(v) and tokens in v.shape) or _whole_in_both(v, batch, tokens) for v in values)
 
 
 def _check_output(output: Any, batch: int, tokens: int) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_distca.attention_server.tasks import AttentionSpec
-from deepspeed_distca.integrations.attention_function import UnsupportedModelError
 
 
 class Plan(Protocol):
@@ -41,11 +40,11 @@ class Trial:
         return _Watched(plan, self)
 
     def rehearse(self, run: Callable[[], None]) -> None:
-        """Tries what halves would need; an UnsupportedModelError is the fault."""
+        """Tries what halves would need; whatever it raises is the fault, of a model that runs well whole."""
         try:
             run()
-        except UnsupportedModelError as error:
-            self.fault = self.fault or str(error)
+        except Exception as error:
+            self.fault = self.fault or f"{type(error).__name__}: {error}"
 
 
 class _Watched:

@@ -7,11 +7,12 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
 
-from deepspeed_distca.attention_server.side_stream import BorrowedMemory, SideStream
+from deepspeed_distca.attention_server.side_stream import _EMPTY, BorrowedMemory, SideStream
 
 LIKE = torch.ones(3, 2)
 MAKERS = {
@@ -87,6 +88,88 @@ def test_within_an_autograd_function_and_not_outside() -> None:
     assert owner.entered == 2 and torch.equal(x.grad, torch.full((4,), 2.0))
     torch.empty(3)
     assert owner.entered == 2
+
+
+class FakeStream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def log(monkeypatch) -> list[str]:
+    """torch.cuda's streams, as far as they are used; what happens to them is written down."""
+    log: list[str] = []
+    current = [FakeStream("caller", log)]
+
+    @contextmanager
+    def stream(wanted: FakeStream) -> Iterator[None]:
+        current.append(wanted)
+        try:
+            yield
+        finally:
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: FakeStream("side", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
+    return log
+
+
+def tasks(log: list[str], name: str, fails: bool = False):
+    """Makes a tensor; where it came from is written down, as the stream that was current when it was made."""
+    empty = torch.empty
+
+    def run() -> str:
+        with mock.patch.dict(_EMPTY, {empty: lambda *a, **k: log.append(f"memory of {_current()}") or empty(*a, **k)}):
+            torch.empty(3)
+        log.append(f"{name} on {_current()}")
+        if fails:
+            raise RuntimeError(name)
+        return name
+
+    return run
+
+
+def _current() -> str:
+    return torch.cuda.current_stream().name
+
+
+def test_tasks_aside_are_queued_first_in_the_callers_memory_and_joined(log) -> None:
+    device = torch.device("cuda", 0)
+    side = SideStream()
+    assert side.run(tasks(log, "home"), tasks(log, "away"), device) == "away"
+    expected = ["side waits for caller", "memory of caller", "away on side", "home on caller", "caller waits for side"]
+    assert log == expected
+    side.run(tasks(log, "home"), tasks(log, "away"), device)
+    assert log == 2 * expected
+
+
+@pytest.mark.parametrize("which", ["home", "away"])
+def test_an_error_leaves_nothing_running_aside(log, which: str) -> None:
+    with pytest.raises(RuntimeError, match=which):
+        SideStream().run(
+            tasks(log, "home", which == "home"), tasks(log, "away", which == "away"), torch.device("cuda", 0)
+        )
+    assert log[-1] == "caller waits for side" and _current() == "caller"
+
+
+def test_nothing_is_borrowed_where_torch_fills_new_tensors(log) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        SideStream().run(tasks(log, "home"), tasks(log, "away"), torch.device("cuda", 0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "memory of caller" not in log and "away on side" in log
+
+
+def test_nothing_is_borrowed_of_another_allocator(log, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
+    SideStream().run(tasks(log, "home"), tasks(log, "away"), torch.device("cuda", 0))
+    assert "memory of caller" not in log and "away on side" in log
 
 
 def test_without_streams_the_tasks_at_home_come_first() -> None:

@@ -22,6 +22,8 @@ from deepspeed_distca.attention_server.runtime import AttentionServer
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.integrations.decoders import attention_modules
 from deepspeed_distca.integrations.optional_ping_pong import OptionalPingPong
+from deepspeed_distca.integrations.ping_pong import PingPong
+from deepspeed_distca.integrations.ping_pong_trial import Trial
 from deepspeed_distca.integrations.plan_options import linear_flops
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import CostModel
@@ -143,9 +145,14 @@ def unsaid(model) -> None:
     model.model.layers[0]._gradient_checkpointing_func = functools.partial(checkpoint)
 
 
+def compiled_forward(model) -> None:
+    model.model.norm.forward = torch.compile(model.model.norm.forward)
+
+
 FAULTS = {
     "compiled": lambda model: model.compile(),
     "a compiled layer": lambda model: model.model.layers[1].compile(),
+    "a compiled forward": compiled_forward,
     "reentrant": reentrant,
     "offloaded": offloaded,
     "unsaid": unsaid,
@@ -165,6 +172,55 @@ def test_what_stands_against_halves_is_seen_before_they_run(how) -> None:
     FAULTS[how](model)
     assert not optional.ready(True) and optional.trial.fault
     assert "forward" not in model.model.__dict__ and not optional.split
+
+
+def test_a_hook_on_all_modules_stands_against_halves() -> None:
+    model = tiny_llama()
+    optional = OptionalPingPong(model, attention_modules(model), model)
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not optional.ready(True) and "all modules" in optional.trial.fault
+    finally:
+        hook.remove()
+
+
+def test_a_forward_that_was_patched_before_is_given_back() -> None:
+    model = tiny_llama()
+    own = model.model.forward
+
+    def patched(*args, **kwargs):
+        return own(*args, **kwargs)
+
+    model.model.forward = patched
+    optional = OptionalPingPong(model, attention_modules(model), model)
+    optional.ready(True)
+    assert model.model.forward is not patched
+    optional.remove()
+    assert model.model.forward is patched
+
+
+@pytest.mark.parametrize("odd", [[torch.zeros(1, 6, 2)], {"a": (torch.zeros(6),)}, torch.zeros(2, 3)])
+def test_arguments_that_would_go_whole_to_both_halves_are_a_fault(odd) -> None:
+    model = tiny_llama()
+    trial = Trial()
+    ping_pong = PingPong(model, attention_modules(model), trial)
+    rows = torch.zeros(2, 6, dtype=torch.int64)
+    inputs = {"input_ids": rows, "position_ids": rows, "use_cache": False, "some": None}
+    output = (torch.zeros(2, 6, 8),)
+    trial.rehearse(lambda: ping_pong._rehearse((), inputs, output))
+    assert trial.fault is None
+    trial.rehearse(lambda: ping_pong._rehearse((), {**inputs, "odd": odd}, output))
+    assert "do not know how to divide odd" in trial.fault
+    ping_pong.remove()
+
+
+def test_whatever_halves_would_raise_is_a_fault() -> None:
+    model = tiny_llama()
+    trial = Trial()
+    ping_pong = PingPong(model, attention_modules(model), trial)
+    trial.rehearse(lambda: ping_pong._rehearse((), {"pixels": torch.zeros(3)}, None))
+    assert "inputs_embeds" in trial.fault
+    ping_pong.remove()
 
 
 def test_a_model_is_left_as_it_is_until_two_are_favoured() -> None:

@@ -32,8 +32,8 @@ from steps.batches import MIXES, ONE, Batch, mix, workload
 from deepspeed_distca.attention_server.core_attention import _serve_backward
 from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
+from deepspeed_distca.attention_server.phase_planner import PhasePlanner
 from deepspeed_distca.attention_server.row_dots import row_dots
-from deepspeed_distca.attention_server.runtime import AttentionServer, PlanOptions
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
 from deepspeed_distca.config import DistCAConfig
@@ -158,29 +158,6 @@ def whole_documents(tasks: TaskBatch) -> TaskBatch:
 def _nearest(area: int) -> int:
     low = max(1, (math.isqrt(8 * int(area) + 1) - 1) // 2)
     return min(low, low + 1, key=lambda n: abs(n * (n + 1) // 2 - int(area)))
-
-
-def make_servers(count: int, cost: CostModel, options: PlanOptions) -> list[AttentionServer]:
-    """The plugin's planner on every rank, without process groups."""
-    # Planning asks an exchange this alone; peer copies, the default of a node's GPUs, say so.
-    exchange = SimpleNamespace(early=True)
-    return [
-        AttentionServer(
-            agreement=None,
-            exchange=exchange,
-            server=rank,
-            cost=cost,
-            options=options,
-            windows=[None],
-            kernel=None,
-            local_first=False,
-            check_plan=False,
-            accumulation_steps=lambda: 1,
-            ranks=count,
-            step=lambda: 0,
-        )
-        for rank in range(count)
-    ]
 
 
 def largest(plans: Sequence[ServerPlan], count: int) -> list[tuple[int, int]]:
@@ -334,14 +311,14 @@ def parse_args() -> argparse.Namespace:
 
 
 def run(
-    args: argparse.Namespace, bench: Bench, servers: Sequence[AttentionServer], batches: list[Batch], results: Results
+    args: argparse.Namespace, bench: Bench, planners: Sequence[PhasePlanner], batches: list[Batch], results: Results
 ) -> None:
     """Measures the servers of all batches, as far as the budget goes."""
     end = math.inf if args.budget_seconds is None else time.monotonic() + args.budget_seconds
     unmoved = dict.fromkeys(PHASES, 0)
     for batch in batches:
         for phase in PHASES:
-            plans = [server.plan_tick(phase, [(batch.layout, None, 1)], note=False)[0] for server in servers]
+            plans = [planner.plan(batch.layout, None, phase, 1).part for planner in planners]
             chosen = largest(plans, args.servers_per_batch)
             unmoved[phase] += not chosen
             for server, alike in chosen:
@@ -383,12 +360,14 @@ def main() -> None:
         num_key_value_heads=args.kv_heads,
         head_dim=args.head_dim,
     )
-    servers = make_servers(args.servers, choice.cost, plan_options(config, device, model))
+    options = plan_options(config, device, model)
+    # Results leave early by peer copies, the default of a node's GPUs.
+    planners = [PhasePlanner(rank, choice.cost, options, early=True) for rank in range(args.servers)]
     batches = [mix(name, args.servers, args.tokens) for name in args.mixes]
     for spec in args.workloads:
         batches += workload(spec, args.servers, args.tokens, args.context)
     results = Results(about(args, device, kernel, choice.source))
-    run(args, Bench(kernel, choice.cost, dtype, device), servers, batches, results)
+    run(args, Bench(kernel, choice.cost, dtype, device), planners, batches, results)
     if args.json:
         results.save_json(args.json)
     if args.save:

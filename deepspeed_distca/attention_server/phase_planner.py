@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_distca.attention_server.exchange import Exchange
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
@@ -79,11 +78,11 @@ class PhasePlanner:
         server: this rank's place among its servers.
         cost: predicts the seconds of tasks and transfers.
         options: how to plan.
-        exchange: says when results leave.
+        early: whether results leave as soon as they are there; see :class:`~.exchange.Exchange`.
     """
 
-    def __init__(self, server: int, cost: CostModel, options: PlanOptions, exchange: Exchange) -> None:
-        self._server, self._cost, self._options, self._exchange = server, cost, options, exchange
+    def __init__(self, server: int, cost: CostModel, options: PlanOptions, *, early: bool) -> None:
+        self._server, self._cost, self._options, self._early = server, cost, options, early
 
     def plan(
         self, layout: Layout, window: int | None, phase: str, layers: int, *, weigh: bool = False
@@ -143,7 +142,7 @@ class PhasePlanner:
         loads = compiler.loads(lambda q_start, q_end, k_start: self._cost.cost(q_start, q_end, k_start, window, phase))
         at_home, away = (load / UNITS_PER_SECOND / speeds for load in loads)
         sizes = compiler.bytes_between(self._cost.heads, phase)
-        seconds = phase_seconds(self._cost, at_home, away, *sizes, early=self._exchange.early)
+        seconds = phase_seconds(self._cost, at_home, away, *sizes, early=self._early)
         return seconds, exposed_seconds(seconds, at_home, away)
 
     def _gains_too_little(self, layout: Layout, phase: str, tasks: Tasks, seconds: float) -> bool:

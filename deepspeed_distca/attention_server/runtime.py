@@ -76,7 +76,7 @@ class AttentionServer:
         self._timer = DeviceTimer()
         self._agreement, self._exchange, self._server = agreement, TimedExchange(exchange, self._timer), server
         self._cost, self._granularity = cost, options.granularity
-        self._planner = PhasePlanner(server, cost, options, self._exchange)
+        self._planner = PhasePlanner(server, cost, options, early=exchange.early)
         self._layers = {window: list(windows).count(window) for window in dict.fromkeys(windows)}
         self._kernel_name, self._check_plan = kernel, check_plan
         self._side = SideStream() if local_first else None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from deepspeed_distca.attention_server.runtime import AttentionServer, PlanOptions
@@ -13,7 +14,7 @@ def lone_server(cost: CostModel, options: PlanOptions, exchange: Any = None, **m
     """Server 0, of layers without a window."""
     return AttentionServer(
         agreement=None,
-        exchange=exchange,
+        exchange=exchange or SimpleNamespace(early=False),
         server=0,
         cost=cost,
         options=options,

@@ -60,13 +60,11 @@ def _can_borrow() -> bool:
     return not fills and torch.cuda.memory.get_allocator_backend() == "native"
 
 
-#: The calls that make tensors without a value, or of zeros, and their counterparts without a value.
-_EMPTY = {
+#: Calls that make tensors without a value, or of zeros, each with the one that makes the like without a value.
+_MAKERS = {
     torch.empty: torch.empty,
     torch.empty_like: torch.empty_like,
     torch.Tensor.new_empty: torch.Tensor.new_empty,
-}
-_ZEROS = {
     torch.zeros: torch.empty,
     torch.zeros_like: torch.empty_like,
     torch.Tensor.new_zeros: torch.Tensor.new_empty,
@@ -91,15 +89,14 @@ class BorrowedMemory(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        zeros = func in _ZEROS
-        make = _ZEROS[func] if zeros else _EMPTY.get(func)
+        make = _MAKERS.get(func)
         if make is None:
             return func(*args, **kwargs)
         with self._owner():
             tensor = make(*args, **kwargs)
         self._kept.append(tensor)
         # Filled here: on the other stream it could be filled too late.
-        return tensor.zero_() if zeros else tensor
+        return tensor if make is func else tensor.zero_()
 
     def release(self) -> None:
         """Lets go of the tensors, which it keeps until then: the owner must be behind what was done with them."""

@@ -10,6 +10,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.operation_order import Message, Operation, run
 
 WORKER = "tests.distributed.ping_pong_worker:"
+ORDER_WORKER = "tests.distributed.ping_pong_order_worker:"
 NAMES = ("out", "lse", "dq", "dk", "dv")
 TOLERANCE = 1e-5
 
@@ -121,7 +122,7 @@ def test_twenty_steps_as_without_the_plugin() -> None:
 
 @pytest.mark.parametrize("name", ["one long document", "an empty half", "longer than a rank"])
 def test_every_rank_takes_the_same_steps_in_the_same_order(name: str) -> None:
-    first, second = run_ranks(WORKER + "record", 2, timeout=120, layout=LAYOUTS[name])
+    first, second = run_ranks(ORDER_WORKER + "record", 2, timeout=120, layout=LAYOUTS[name])
     assert first["calls"] == second["calls"] and len(first["calls"]) == 4 * 12
     forward = [tuple(call[1:]) for call in first["calls"] if call[0] == "forward"]
     backward = [tuple(call[1:]) for call in first["calls"] if call[0] == "backward"]
@@ -156,7 +157,7 @@ def covers(events: list[list], nano: int) -> bool:
 def test_every_exchange_runs_under_the_other_nano_batch(zero: int, checkpointing: bool) -> None:
     # Documents cut by the halves on both ranks; work moves in both halves, forward and backward.
     layout = [segments(60, 1, 59, 3, 3), segments(*[11] * 5, 6, *[11] * 6, first=5)]
-    results = run_ranks(WORKER + "record", 2, timeout=120, layout=layout, zero=zero, checkpointing=checkpointing)
+    results = run_ranks(ORDER_WORKER + "record", 2, timeout=120, layout=layout, zero=zero, checkpointing=checkpointing)
     for found in results:
         events, under = found["events"], {}
         for i, (what, *key) in enumerate(events):
@@ -174,7 +175,7 @@ def test_every_exchange_runs_under_the_other_nano_batch(zero: int, checkpointing
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_zero_3_keeps_its_trace_and_frees_parameters(checkpointing: bool) -> None:
     layout = LAYOUTS["one long document"]
-    results = run_ranks(WORKER + "record", 2, timeout=120, layout=layout, zero=3, checkpointing=checkpointing)
+    results = run_ranks(ORDER_WORKER + "record", 2, timeout=120, layout=layout, zero=3, checkpointing=checkpointing)
     for found in results:
         assert found["lost_traces"] == 0
         # After a layer's backward no more than its own nine parameters are there; without the right counts ever more.

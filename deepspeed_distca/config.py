@@ -74,9 +74,10 @@ class DistCAConfig(DeepSpeedConfigModel):
     had on every rank, "nccl" is used and a line says why. Left out: "peer_copy" where it can be had, else "nccl";
     "nccl" with pipelines. """
 
-    staging_mib: int = Field(256, ge=1)
-    """ MiB of every GPU's memory that `exchange` "peer_copy" sets aside, divided among the other servers; rows beyond
-    that travel in several goes. """
+    staging_mib: int = Field(1536, ge=1)
+    """ MiB of every GPU's memory that `exchange` "peer_copy" sets aside, divided among the other servers. A server's
+    part should hold what it is sent in a layer's backward: rows beyond it travel in several goes, and those hardly
+    while attention runs. """
 
     cost_model: str | None = Field(None, min_length=1)
     """ A stored cost model (`ds_distca profile --save FILE`) by which tasks are weighed; rank 0 reads it. Left out:
@@ -86,9 +87,12 @@ class DistCAConfig(DeepSpeedConfigModel):
     """ Ranks that share their attention work: consecutive data-parallel ranks, a divisor of their number.
     Left out: all of them. """
 
-    server_weights: list[int] | None = None
+    server_weights: list[int] | Literal["measured"] | None = None
     """ Relative speeds of the data-parallel ranks' devices, a whole number of 0 to 1000000 for each: attention is
-    spread in proportion. A rank of weight 0 computes none, as far as others can take its work. Left out: equal. """
+    spread so that a layer's linear work and attention are predicted to end at the same time on all of them. A rank of
+    weight 0 computes none, as far as others can take its work. "measured": the speeds are measured when the engine is
+    built (3 s on GPUs), and a line says which list gives the same plans again; measured anew they may differ a little,
+    and then runs are not the same bit by bit. Left out: attention is spread equally. """
 
     max_received_rows: int | None = Field(None, ge=1)
     """ The most query and key/value rows that a server may receive for a micro-batch: a cap on memory which may cost
@@ -135,7 +139,8 @@ def parse_config(block: Any) -> DistCAConfig:
         try:
             return DistCAConfig(**block)
         except ValidationError as error:
-            problems = [_explain(item) for item in error.errors()]
+            # A value that is none of several things has an error for each of them.
+            problems = list(dict.fromkeys(_explain(item, block) for item in error.errors()))
     raise DistCAConfigError("; ".join(problems))
 
 
@@ -147,7 +152,10 @@ def get_distca_config(param_dict: Mapping[str, Any]) -> DistCAConfig | None:
     return config if config.enabled else None
 
 
-def _explain(item: Any) -> str:
+def _explain(item: Any, block: Mapping[str, Any]) -> str:
+    if item["loc"][0] == "server_weights":
+        given = block["server_weights"]
+        return f"`{BLOCK}.server_weights` was given {given!r}; allowed: a list of whole numbers, or 'measured'"
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         options = ", ".join((PipelineConfig if item["loc"][0] == "pipeline" else DistCAConfig).model_fields)

@@ -36,6 +36,7 @@ from deepspeed_distca.integrations.optional_ping_pong import OptionalPingPong
 from deepspeed_distca.integrations.ping_pong import PingPong, row_dependent_rope
 from deepspeed_distca.integrations.pipeline.runtime import PipelineRuntime
 from deepspeed_distca.integrations.plan_options import plan_options
+from deepspeed_distca.integrations.server_weights import agreed_weights, weights_of_servers
 from deepspeed_distca.integrations.transformers import (
     DecoderHooks,
     Description,
@@ -106,6 +107,7 @@ class Runtime:
 
     Attributes:
         config: the options in force.
+        server_weights: of the data-parallel ranks, as given or as measured; None where all are equal.
         server: this rank's attention server.
     """
 
@@ -127,13 +129,14 @@ class Runtime:
                 f"`{BLOCK}.servers` was given {servers}; allowed: a divisor of the {len(mine)} data-parallel ranks"
             )
         server_groups = [g[i : i + servers] for g in rank_groups for i in range(0, len(g), servers)]
-        weights = _server_weights(config, len(mine), servers, mine.index(dist.get_rank()))
+        self.server_weights = agreed_weights(config, engine.device, rank_groups, servers)
+        weights = weights_of_servers(self.server_weights, len(mine), servers, mine.index(dist.get_rank()))
         options = plan_options(config, engine.device, decoder.config.get_text_config(), weights)
         nano_batches = _nano_batches(config, engine, decoder, servers, len(mine))
         # All ranks have the same options but for the weights of their servers.
         common = fingerprint(
             replace(options, server_weights=None),
-            config.server_weights,
+            self.server_weights,
             cost,
             windows,
             config.kernel,
@@ -296,20 +299,6 @@ def heads_of(config: Any, dtype: torch.dtype) -> Heads:
         value_dim=getattr(config, "v_head_dim", None),
         element_size=dtype.itemsize,
     )
-
-
-def _server_weights(config: DistCAConfig, ranks: int, servers: int, rank: int) -> tuple[int, ...] | None:
-    """The weights of the servers of a rank's group; None where there are none, or a single server."""
-    given = config.server_weights
-    if given is None:
-        return None
-    groups = [given[i : i + servers] for i in range(0, len(given), servers)]
-    if len(given) != ranks or not all(0 <= w <= 10**6 for w in given) or not all(any(group) for group in groups):
-        raise DistCAConfigError(
-            f"`{BLOCK}.server_weights` was given {given}; allowed: one whole number of 0 to 1000000 for each of the "
-            f"{ranks} data-parallel ranks, not all 0 among the {servers} ranks that share their work"
-        )
-    return tuple(groups[rank // servers]) if servers > 1 else None
 
 
 def _check_engine(engine: DeepSpeedEngine) -> None:

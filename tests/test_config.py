@@ -54,6 +54,14 @@ def test_int_is_a_float() -> None:
         ({"cost_model": ""}, ["`distca.cost_model`", "''", "at least 1 character"]),
         ({"cost_model": {"pair": 1}}, ["`distca.cost_model`", "{'pair': 1}", "valid string"]),
         ({"timeout_seconds": 0}, ["`distca.timeout_seconds`", "0", "greater than 0"]),
+        (
+            {"server_weights": "measure"},
+            ["`distca.server_weights`", "'measure'", "list of whole numbers", "'measured'"],
+        ),
+        ({"server_weights": [1, 2.5]}, ["`distca.server_weights`", "[1, 2.5]", "list of whole numbers", "'measured'"]),
+        ({"server_weights": [True, 1]}, ["`distca.server_weights`", "[True, 1]"]),
+        ({"server_weights": 3}, ["`distca.server_weights` was given 3;"]),
+        ({"server_weights": "auto"}, ["`distca.server_weights`", "auto", "leave the key out"]),
         ({"tolerance": "auto"}, ["`distca.tolerance`", "auto", "leave the key out"]),
         ({"kernel": "auto"}, ["`distca.kernel`", "auto", "leave the key out"]),
         ({"tolerance": -1, "granularity": 0}, ["`distca.tolerance`", "`distca.granularity`"]),
@@ -64,3 +72,15 @@ def test_errors_name_key_value_and_what_is_allowed(block: dict, words: list[str]
         parse_config(block)
     for word in words:
         assert word in str(raised.value), raised.value
+
+
+def test_weights_are_a_list_or_measured() -> None:
+    for given in ([3, 4], "measured", None):
+        assert parse_config({"server_weights": given}).server_weights == given
+
+
+def test_a_value_that_is_none_of_several_things_is_one_sentence() -> None:
+    for given in ("measure", [1, 2.5, "x"], {"a": 1}):
+        with pytest.raises(DistCAConfigError) as raised:
+            parse_config({"server_weights": given})
+        assert str(raised.value).count("was given") == 1 and ";" not in str(raised.value).split("allowed")[1]

@@ -16,7 +16,8 @@ from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel
 from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.phase_time import exposed_seconds, phase_seconds
 from deepspeed_distca.scheduler.plan import PlanCompiler
-from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
+from deepspeed_distca.scheduler.speeds import finishing_weights
+from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks
 
 #: A layer's linear work in a phase, in forwards of it: backward has gradients of inputs and of weights.
 LINEAR_WORK = {"forward": 1, "backward": 2}
@@ -39,7 +40,7 @@ class PlanOptions:
     granularity: int
     min_shard_tokens: int | None
     max_received_rows: int | None
-    server_weights: tuple[int, ...] | None = None  # of this rank's servers
+    server_weights: tuple[int, ...] | None = None  # speeds of this rank's servers
     min_gain: float = 0.0
     linear_flops: int = 0  # of a layer's forward, for a token
 
@@ -57,6 +58,7 @@ class PlannedPhase:
         sent: bytes that each rank sends in all the layers, int64 [num_ranks].
         digest: of the tasks.
         exposed: predicted seconds of all the layers in which transfers are not covered by tasks; 0 if not asked for.
+        weights: by which attention was to be spread over the servers; None is equal parts.
     """
 
     phase: str
@@ -67,6 +69,7 @@ class PlannedPhase:
     sent: np.ndarray
     digest: int
     exposed: float
+    weights: tuple[int, ...] | None = None
 
 
 class PhasePlanner:
@@ -92,6 +95,31 @@ class PhasePlanner:
         Args:
             weigh: whether exposed seconds are wanted.
         """
+        home = self._home(layout, window, phase)
+        weights = self._weights(layout, phase, home.loads)
+        tasks, compiler, exposed = self._tasks(layout, window, phase, home, weights, weigh)
+        part = ServerPlan(compiler.rank(self._server))
+        sent = layers * compiler.bytes_sent(self._cost.heads, phase)
+        value = digest(layout, tasks, phase=phase, window=window).value
+        return PlannedPhase(phase, window, layers, tasks, part, sent, value, layers * exposed, weights)
+
+    def _tasks(
+        self,
+        layout: Layout,
+        window: int | None,
+        phase: str,
+        home: Tasks,
+        weights: tuple[int, ...] | None,
+        weigh: bool,
+    ) -> tuple[Tasks, PlanCompiler, float]:
+        """The tasks, compiled, and by how many seconds of a layer transfers are exposed."""
+        # A server of weight 0 computes nothing, whatever that costs.
+        frugal = self._options.min_gain > 0 and 0 not in (self._options.server_weights or ())
+        if frugal and self._gains_too_little(layout, phase, home.loads, self._least(layout, phase, home.loads)):
+            at_home = PlanCompiler(layout, home.rows)
+            # Documents that continue on other ranks are exchanged anyway.
+            if not at_home.moves_rows:
+                return home, at_home, 0.0  # without a search
         tasks = balance(
             layout,
             self._cost,
@@ -101,24 +129,17 @@ class PhasePlanner:
             granularity=self._options.granularity,
             min_shard_tokens=self._options.min_shard_tokens,
             max_received_rows=self._options.max_received_rows,
-            server_weights=self._options.server_weights,
+            server_weights=weights,
         )
         compiler = PlanCompiler(layout, tasks.rows)
-        exposed = 0.0
-        # A server of weight 0 computes nothing, whatever that costs.
-        frugal = self._options.min_gain > 0 and 0 not in (self._options.server_weights or ())
-        if (frugal or weigh) and compiler.moves_rows:
-            seconds, exposed = self._predicted(layout, compiler, window, phase)
-            if frugal and self._gains_too_little(layout, phase, tasks, seconds):
-                home = Tasks(home_tasks(layout, window), tasks.loads_before, tasks.loads_before)
-                at_home_only = PlanCompiler(layout, home.rows)
-                # Documents that continue on other ranks are exchanged anyway.
-                if not at_home_only.moves_rows:
-                    tasks, compiler, exposed = home, at_home_only, 0.0
-        part = ServerPlan(compiler.rank(self._server))
-        sent = layers * compiler.bytes_sent(self._cost.heads, phase)
-        value = digest(layout, tasks, phase=phase, window=window).value
-        return PlannedPhase(phase, window, layers, tasks, part, sent, value, layers * exposed)
+        if not (frugal or weigh) or not compiler.moves_rows:
+            return tasks, compiler, 0.0
+        seconds, exposed = self._predicted(layout, compiler, window, phase)
+        if frugal and self._gains_too_little(layout, phase, home.loads, seconds):
+            at_home = PlanCompiler(layout, home.rows)
+            if not at_home.moves_rows:
+                return home, at_home, 0.0
+        return tasks, compiler, exposed
 
     def favours_two(self, planned: Sequence[PlannedPhase], layout: Layout) -> bool:
         """Whether a micro-batch whose phases were planned with ``weigh`` is predicted to be faster in two
@@ -130,23 +151,86 @@ class PhasePlanner:
         return flops > 0 and exposed > NANO_COST * self._cost.linear_seconds(flops * work) + NANO_SECONDS * layers
 
     def speeds(self, servers: int) -> np.ndarray:
-        """Relative speeds of the servers, 1 on average. What is balanced is load by speed."""
+        """Relative speeds of the servers, 1 on average, and 1 where nothing is known: no weights, or a weight of 0."""
         weights = np.array(self._options.server_weights or [1] * servers, dtype=np.float64)
-        return np.where(weights > 0, weights / weights.mean(), 1.0)
+        known = weights > 0
+        return np.where(known, weights / weights[known].mean(), 1.0)
+
+    def last_load(self, planned: PlannedPhase, loads: np.ndarray) -> float:
+        """The load, in the unit of loads, that is to be compared with the mean: the largest. With weights it is the
+        mean and by how much the server that is last exceeds what it was to have, at its speed; so it is the mean
+        where a plan is followed exactly, however unequal the parts.
+
+        Args:
+            loads: of a phase of this planner, as planned or with everything at home, int64 [num_ranks].
+        """
+        if planned.weights is None:
+            return float(loads.max())
+        weights = np.array(planned.weights, dtype=np.float64)
+        intended = int(loads.sum()) * (weights / weights.sum())
+        return float(loads.mean() + ((loads - intended) / self.speeds(len(loads))).max())
+
+    def _home(self, layout: Layout, window: int | None, phase: str) -> Tasks:
+        """Every query row computed at its home."""
+        rows = home_tasks(layout, window)
+        loads = np.zeros(layout.num_ranks, dtype=np.int64)
+        np.add.at(
+            loads,
+            rows[:, SERVER],
+            self._cost.cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START], window, phase),
+        )
+        return Tasks(rows, loads, loads)
+
+    def _weights(self, layout: Layout, phase: str, home: np.ndarray) -> tuple[int, ...] | None:
+        """By what attention is balanced: with speeds, so that it and linear work of known size end together."""
+        speeds = self._options.server_weights
+        if speeds is None or not self._options.linear_flops:
+            return speeds
+        linear = [self._cost.linear_cost(flops) for flops in self._linear_flops(layout, phase)]
+        return finishing_weights(speeds, linear, home.tolist())
+
+    def _linear_flops(self, layout: Layout, phase: str) -> list[int]:
+        """Of a layer's linear work in a phase, for each server."""
+        return [self._options.linear_flops * tokens * LINEAR_WORK[phase] for tokens in layout.tokens.tolist()]
+
+    def _start(self, layout: Layout, phase: str) -> np.ndarray | None:
+        """Seconds that each server's linear work takes before its attention, float64 [num_ranks]. None without
+        speeds: then servers are taken to begin attention together."""
+        if self._options.server_weights is None:
+            return None
+        seconds = [self._cost.linear_seconds(flops) for flops in self._linear_flops(layout, phase)]
+        return np.array(seconds) / self.speeds(layout.num_ranks)
 
     def _predicted(
         self, layout: Layout, compiler: PlanCompiler, window: int | None, phase: str
     ) -> tuple[float, float]:
-        """Seconds of one layer's phase with its transfers, and those in which they are exposed."""
-        speeds = self.speeds(layout.num_ranks)
+        """Seconds of one layer's phase with its transfers, and those in which they are exposed. With speeds the phase
+        begins with the linear work."""
+        speeds, start = self.speeds(layout.num_ranks), self._start(layout, phase)
         loads = compiler.loads(lambda q_start, q_end, k_start: self._cost.cost(q_start, q_end, k_start, window, phase))
         at_home, away = (load / UNITS_PER_SECOND / speeds for load in loads)
         sizes = compiler.bytes_between(self._cost.heads, phase)
-        seconds = phase_seconds(self._cost, at_home, away, *sizes, early=self._early)
-        return seconds, exposed_seconds(seconds, at_home, away)
+        seconds = phase_seconds(self._cost, at_home, away, *sizes, early=self._early, start=start)
+        return seconds, exposed_seconds(seconds, at_home, away, start)
 
-    def _gains_too_little(self, layout: Layout, phase: str, tasks: Tasks, seconds: float) -> bool:
-        """Whether balance saves less than ``min_gain`` of the phase, after transfers."""
-        before = float((tasks.loads_before / UNITS_PER_SECOND / self.speeds(layout.num_ranks)).max())
-        flops = self._options.linear_flops * int(layout.tokens.max()) * LINEAR_WORK[phase]
-        return before - seconds < self._options.min_gain * (self._cost.linear_seconds(flops) + before)
+    def _least(self, layout: Layout, phase: str, home: np.ndarray) -> float:
+        """Seconds of one layer's phase that no plan can be below, of the kind that `_predicted` gives."""
+        speeds, start = self.speeds(layout.num_ranks).tolist(), self._start(layout, phase)
+        linear = [0.0] if start is None else [s * speed for s, speed in zip(start.tolist(), speeds, strict=True)]
+        return (int(home.sum()) / UNITS_PER_SECOND + math.fsum(linear)) / math.fsum(speeds)
+
+    def _gains_too_little(self, layout: Layout, phase: str, home: np.ndarray, seconds: float) -> bool:
+        """Whether balance saves less than ``min_gain`` of the phase, after transfers.
+
+        Args:
+            home: loads with every task at home.
+            seconds: of the phase once it is balanced.
+        """
+        attention = home / UNITS_PER_SECOND / self.speeds(layout.num_ranks)
+        start = self._start(layout, phase)
+        if start is None:
+            before = float(attention.max())
+            whole = self._cost.linear_seconds(max(self._linear_flops(layout, phase))) + before
+        else:
+            before = whole = float((start + attention).max())
+        return before - seconds < self._options.min_gain * whole

@@ -231,7 +231,7 @@ class AttentionServer:
         speeds = self._planner.speeds(len(sent))
         for p in planned:
             for when, loads in (("before", p.tasks.loads_before), ("after", p.tasks.loads)):
-                total[f"max_{when}"] += p.layers * float((loads / speeds).max())
+                total[f"max_{when}"] += p.layers * self._planner.last_load(p, loads)
                 total[f"mean_{when}"] += p.layers * float(loads.mean())
             seconds += p.layers * self._cost.seconds(p.tasks.loads) / speeds
         s.balance_before = total["max_before"] / total["mean_before"] if total["mean_before"] else 1.0

@@ -20,7 +20,9 @@ class StepStatistics:
 
     Attributes:
         balance_before, balance_after: largest over mean predicted load of the servers, with every task at home and
-            as planned. Layers wait for each other, so it is the sum of the largest over the sum of the means.
+            as planned. Layers wait for each other, so it is the sum of the largest over the sum of the means. With
+            `server_weights` parts are unequal on purpose: it is then 1 and by how much the last server's load exceeds
+            its intended part, by its speed and over the mean.
         bytes_sent: what this rank sends, forward and backward, as home and as server.
         bytes_sent_max, bytes_sent_mean: the same over the servers of the group.
         planning_ms: milliseconds of this rank's host, waiting for the ranks to agree and planning.

@@ -46,7 +46,7 @@ def measure_link(
         out, into = (buffer[:size] for buffer in buffers)
         samples = []
         for _ in range(repeats + 2):
-            _meet(group, device)
+            meet(group, device)
             samples.append(stopwatch(lambda out=out, into=into: exchange.start([(to, out)], [(source, into)]).wait()))
         medians.append(statistics.median(samples[2:]))
     slowest = torch.tensor(medians, dtype=torch.float64, device=device)
@@ -54,7 +54,8 @@ def measure_link(
     return slowest.tolist()
 
 
-def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+def meet(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Waits for all ranks of a group (None: the default one), and for this rank's GPU. Collective."""
     if device.type == "cuda":
         dist.barrier(group, device_ids=[device.index])
         torch.cuda.synchronize(device)

@@ -184,6 +184,10 @@ class CostModel:
         """Predicted seconds of linear layers, at the rate at which attention's forward goes through its pairs."""
         return flops * self.forward.pair / (2 * _work(self.heads)) / UNITS_PER_SECOND
 
+    def linear_cost(self, flops: int) -> int:
+        """The same in whole femtoseconds, comparable with tasks'."""
+        return flops * self.forward.pair // (2 * _work(self.heads))
+
     def transfer_seconds(self, sent: Any, received: Any = 0) -> Any:
         """Predicted seconds of one exchange in which a rank sends and receives so many bytes at once."""
         size = np.maximum(np.asarray(sent, dtype=np.int64), np.asarray(received, dtype=np.int64))

@@ -17,6 +17,7 @@ def phase_seconds(
     back: np.ndarray,
     *,
     early: bool,
+    start: np.ndarray | None = None,
 ) -> float:
     """Predicted seconds from the start of one layer's dispatch until the last rank has its results.
 
@@ -28,24 +29,30 @@ def phase_seconds(
         at_home, away: seconds of each server's tasks in place and in its workspace, float64 [num_ranks].
         out, back: bytes [sender, receiver] of the dispatch and of the return.
         early: results leave as soon as they are there; otherwise once either end has done all its tasks.
+        start: seconds after which each server has done the linear work in front of its dispatch, float64
+            [num_ranks]: its tasks begin then, and its rows leave then. The phase begins with that work. None: all
+            servers begin at once.
     """
+    begin = np.zeros(len(at_home)) if start is None else start
     sending, returning = (_pairwise(_ends(cost, size), size) for size in (out, back))
-    there = sending.max(axis=0, initial=0.0)  # when a server has its rows
+    arrivals = np.where(out > 0, begin[:, None] + sending, 0.0)
+    there = np.maximum(arrivals.max(axis=0, initial=0.0), begin)  # when a server can begin with its workspace
     ready = there + away
-    done = np.maximum(at_home + away, np.where(away > 0, ready, 0.0))
+    done = np.maximum(begin + at_home + away, np.where(away > 0, ready, 0.0))
     leave = ready[:, None] if early else np.maximum(done[:, None], done[None, :])
     arrive = np.where(back > 0, leave + returning, 0.0)
     return float(max(done.max(initial=0.0), arrive.max(initial=0.0)))
 
 
-def exposed_seconds(phase: float, at_home: np.ndarray, away: np.ndarray) -> float:
+def exposed_seconds(phase: float, at_home: np.ndarray, away: np.ndarray, start: np.ndarray | None = None) -> float:
     """Predicted seconds by which transfers make one layer's phase longer than its busiest server's own work.
 
     Args:
         phase: seconds of the phase, of :func:`phase_seconds`.
-        at_home, away: as there.
+        at_home, away, start: as there.
     """
-    return max(0.0, phase - float((at_home + away).max(initial=0.0)))
+    work = at_home + away if start is None else start + at_home + away
+    return max(0.0, phase - float(work.max(initial=0.0)))
 
 
 def _ends(cost: CostModel, size: np.ndarray) -> np.ndarray:

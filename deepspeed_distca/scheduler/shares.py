@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 _TOLERANCE_UNIT = 10**9
-_MAX_WEIGHT = 10**6
+
+#: The largest weight of a server.
+MAX_WEIGHT = 10**6
 
 
 class Shares:
@@ -65,8 +67,8 @@ def _checked(weights: Sequence[int] | None, num_ranks: int) -> list[int]:
     values = list(weights)
     if len(values) != num_ranks:
         raise ValueError(f"server_weights must have one entry for each of {num_ranks} ranks, got {len(values)}")
-    if any(isinstance(w, bool) or not isinstance(w, int | np.integer) or not 0 <= w <= _MAX_WEIGHT for w in values):
-        raise ValueError(f"server_weights must be integers in 0..{_MAX_WEIGHT}, got {values}")
+    if any(isinstance(w, bool) or not isinstance(w, int | np.integer) or not 0 <= w <= MAX_WEIGHT for w in values):
+        raise ValueError(f"server_weights must be integers in 0..{MAX_WEIGHT}, got {values}")
     if not any(values):
         raise ValueError("server_weights are all 0: some server must compute")
     return [int(w) for w in values]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_distca.config import DistCAConfigError, parse_config
-from deepspeed_distca.engine_hooks import _server_weights
+from deepspeed_distca.integrations.server_weights import weights_of_servers
 from tests.distributed.harness import run_ranks
 
 TOLERANCE = 1e-5
@@ -89,9 +89,9 @@ def test_trainer_takes_the_loader_and_resumes_with_it() -> None:
 
 def test_server_weights_of_groups() -> None:
     def weights(given: list[int], servers: int, rank: int) -> tuple[int, ...] | None:
-        return _server_weights(parse_config({"server_weights": given}), 4, servers, rank)
+        return weights_of_servers(parse_config({"server_weights": given}).server_weights, 4, servers, rank)
 
-    assert _server_weights(parse_config({}), 4, 2, 0) is None
+    assert weights_of_servers(None, 4, 2, 0) is None
     assert [weights([1, 2, 0, 3], 2, rank) for rank in range(4)] == [(1, 2), (1, 2), (0, 3), (0, 3)]
     assert weights([1, 2, 0, 3], 4, 1) == (1, 2, 0, 3) and weights([1, 2, 1, 3], 1, 1) is None
     for given, servers in (([1], 4), ([1] * 5, 4), ([-1, 2, 1, 1], 4), ([0, 0, 1, 1], 2), ([10**6 + 1, 1, 1, 1], 4)):

@@ -104,7 +104,8 @@ def test_what_cannot_be_used_is_refused_on_every_rank() -> None:
         assert outcome["afterwards"] < 1e-4 and outcome["left over"] == []
         assert "attention layer 0 of the stages has windows of [None, 6] keys" in outcome["windows"]
         assert "`distca.servers` was given 3; with scope 'grid' allowed: 2 (stages) times" in outcome["servers"]
-        assert "`distca.server_weights` cannot be combined with a PipelineModule" in outcome["weights"]
+        for given in ("weights", "measured"):
+            assert "`distca.server_weights` cannot be combined with a PipelineModule" in outcome[given]
         assert '"ping_pong" cannot be combined with pipeline stages' in outcome["overlap"]
         assert "`distca.pipeline.scope` was given 'all'" in outcome["scope"]
         assert "`distca.pipeline.scopes` is not an option" in outcome["option"]

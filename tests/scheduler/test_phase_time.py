@@ -58,6 +58,27 @@ def test_what_no_task_covers_by_hand(at_home, away, sizes, exposed) -> None:
     assert exposed_seconds(phase, *loads) == pytest.approx(exposed)
 
 
+@pytest.mark.parametrize(
+    ("start", "at_home", "away", "sizes", "early", "late", "exposed"),
+    [
+        ([4, 0], [5, 1], [0, 3], (0, 0), 9, 9, 0),
+        ([0, 4], [5, 1], [0, 3], (2, 1), 8, 9, 0),  # rows are there at 2, but their server only begins at 4
+        ([0, 4], [5, 0], [0, 3], (2, 1), 8, 8, 1),  # results at 7
+        ([0, 4], [5, 1], [0, 3], (6, 1), 10, 10, 2),  # rows at 6
+        ([4, 0], [0, 1], [0, 3], (2, 1), 10, 10, 6),  # rows leave at 4 and are there at 6
+        ([4, 0], [5, 1], [0, 3], (2, 1), 10, 10, 1),
+        ([4, 9], [0, 1], [0, 0], (0, 0), 10, 10, 0),
+        ([7, 2], [0, 0], [0, 0], (0, 0), 7, 7, 0),  # linear work alone
+    ],
+)
+def test_servers_that_begin_later_by_hand(start, at_home, away, sizes, early, late, exposed) -> None:
+    start, *loads = (np.array(x, dtype=float) for x in (start, at_home, away))
+    phase = phase_seconds(COST, *loads, *two(*sizes), early=True, start=start)
+    assert phase == pytest.approx(early)
+    assert phase_seconds(COST, *loads, *two(*sizes), early=False, start=start) == pytest.approx(late)
+    assert exposed_seconds(phase, *loads, start) == pytest.approx(exposed)
+
+
 def test_a_busy_end_holds_up_all_that_it_sends() -> None:
     out, back = np.zeros((3, 3), dtype=np.int64), np.zeros((3, 3), dtype=np.int64)
     out[0, 1], out[0, 2] = 3 * MB, MB
@@ -85,3 +106,14 @@ def test_between_the_busiest_server_and_everything_in_turn(seed: int, ranks: int
         assert busiest <= faster <= seconds
         assert 0 <= exposed_seconds(faster, at_home, away) <= exposed
     assert exposed_seconds(busiest, at_home, away) == 0 == exposed_seconds(busiest * (1 - 1e-12), at_home, away)
+    # Who begins at once is as before to the bit; whoever begins later, no more than that is added.
+    start = rng.uniform(0, 3, ranks)
+    for e, seconds in ((True, early), (False, late)):
+        at_once = phase_seconds(COST, at_home, away, out, back, early=e, start=np.zeros(ranks))
+        assert at_once == seconds and exposed_seconds(at_once, at_home, away, np.zeros(ranks)) == seconds - busiest
+        later = phase_seconds(COST, at_home, away, out, back, early=e, start=start)
+        own = (start + at_home + away).max()
+        assert max(seconds, own) <= later <= seconds + start.max() + 1e-9
+        assert exposed_seconds(later, at_home, away, start) == later - own
+        together = phase_seconds(COST, at_home, away, out, back, early=e, start=np.full(ranks, 2.0))
+        assert together == pytest.approx(seconds + 2)

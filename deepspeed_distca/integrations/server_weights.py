@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The speeds of the data-parallel ranks' devices: given in the block, or measured when the engine is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
+from deepspeed_distca.profiling.speeds import EQUAL_WITHIN, speeds_of_ranks, weights_of
+
+
+def agreed_weights(
+    config: DistCAConfig, device: torch.device, groups: Sequence[Sequence[int]], servers: int
+) -> list[int] | None:
+    """A weight for each data-parallel rank, the same on all ranks; None where all are equal. Collective over the
+    default process group where there are several servers. Where weights are measured, rank 0 prints them.
+
+    Args:
+        device: this rank's.
+        groups: the global ranks of every data-parallel group. Ranks with the same place share a weight, that of the
+            slowest of their devices: they work on the same tokens.
+        servers: how many ranks share their work; a single one needs no weights, and nothing is measured.
+
+    Raises:
+        DistCAConfigError: on every rank, if a device has no memory for being measured, or not all ranks ask for it.
+    """
+    wanted = config.server_weights == "measured"
+    if servers == 1:
+        return None if wanted else config.server_weights
+    asking = _everyones(wanted, device)
+    if not any(asking):
+        return config.server_weights
+    if not all(asking):
+        ranks = [rank for rank, asks in enumerate(asking) if asks]
+        raise DistCAConfigError(
+            f'`{BLOCK}.server_weights` is "measured" on ranks {ranks} and not on the others; all need the same block'
+        )
+    of_ranks = speeds_of_ranks(device)
+    if min(of_ranks) <= 0:
+        raise DistCAConfigError(
+            f'`{BLOCK}.server_weights` is "measured", but the devices of ranks '
+            f"{[rank for rank, speed in enumerate(of_ranks) if speed <= 0]} have no 400 MiB left for it; give the "
+            "weights as a list of whole numbers"
+        )
+    speeds = [min(of_ranks[rank] for rank in same) for same in zip(*groups, strict=True)]
+    weights = weights_of(speeds)
+    if dist.get_rank() == 0:
+        print(f"distca: {_in_words(speeds, weights)}", flush=True)
+    return weights
+
+
+def weights_of_servers(given: Sequence[int] | None, ranks: int, servers: int, rank: int) -> tuple[int, ...] | None:
+    """The weights of the servers of a rank's group; None where there are none, or a single server.
+
+    Args:
+        given: for each data-parallel rank.
+        ranks: how many of them there are.
+        servers: how many of them share their work, a divisor of their number.
+        rank: this one's place among them.
+
+    Raises:
+        DistCAConfigError: weights of a wrong number or out of range, or all 0 in some group.
+    """
+    if given is None:
+        return None
+    groups = [given[i : i + servers] for i in range(0, len(given), servers)]
+    if len(given) != ranks or not all(0 <= w <= 10**6 for w in given) or not all(any(group) for group in groups):
+        raise DistCAConfigError(
+            f"`{BLOCK}.server_weights` was given {given}; allowed: one whole number of 0 to 1000000 for each of the "
+            f"{ranks} data-parallel ranks, not all 0 among the {servers} ranks that share their work"
+        )
+    return tuple(groups[rank // servers]) if servers > 1 else None
+
+
+def _everyones(answer: bool, device: torch.device) -> list[bool]:
+    mine = torch.tensor([answer], dtype=torch.int32, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    return torch.cat(gathered).bool().tolist()
+
+
+def _in_words(speeds: Sequence[float], weights: Sequence[int] | None) -> str:
+    """What was measured, and which block repeats it."""
+    fastest = max(speeds)
+    found = ", ".join(f"{speed / fastest:.4f}" for speed in speeds)
+    text = f"measured speeds {found} of the fastest device ({fastest:.1f} matrix products a second)"
+    if weights is None:
+        return f"{text}: equal within {EQUAL_WITHIN:.1%}; a run without `server_weights` has the same plans"
+    return f'{text}; "server_weights": {list(weights)} repeats this run with the same plans'

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans for devices of different speed: linear work and attention end together, and without speeds nothing changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from deepspeed_distca.attention_server.phase_planner import LINEAR_WORK, PhasePlanner, PlannedPhase, PlanOptions
+from deepspeed_distca.config import parse_config
+from deepspeed_distca.integrations.plan_options import linear_flops, plan_options
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.balance import balance
+from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.heads import Heads
+from tests.integrations.lone_server import lone_server
+
+MODEL = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+FLOPS = linear_flops(MODEL)
+HEADS = Heads(32, 8, 128)
+NVLINK = CostModel.fitted(HEADS)
+FREE = replace(CostModel.area(HEADS), bytes_per_second=10**30, latency=0)
+GPU = torch.device("cuda", 0)
+PHASES = ["forward", "backward"]
+
+
+def planned(
+    layout: Layout,
+    weights: tuple[int, ...] | None,
+    phase: str = "forward",
+    cost: CostModel = NVLINK,
+    window: int | None = None,
+    **options,
+) -> PlannedPhase:
+    given = PlanOptions(0.005, 128, None, None, weights, linear_flops=FLOPS)
+    return PhasePlanner(0, cost, replace(given, **options), early=True).plan(layout, window, phase, 1, weigh=True)
+
+
+def ends(layout: Layout, loads: np.ndarray, weights, phase: str, cost: CostModel, flops: int = FLOPS) -> np.ndarray:
+    """When servers are through with linear work and attention, in seconds of a device of speed 1."""
+    rate = cost.forward.pair / (2 * 32 * 256) / 1e15
+    return (flops * layout.tokens * LINEAR_WORK[phase] * rate + loads / 1e15) / np.array(weights, dtype=float)
+
+
+LENGTHS = st.lists(st.lists(st.integers(1, 20000), max_size=4), min_size=2, max_size=5)
+SPEEDS = st.lists(st.integers(700, 1000), min_size=5, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, SPEEDS, st.sampled_from([None, 3000]), st.sampled_from(PHASES), st.sampled_from([0, 20_000, FLOPS]))
+def test_linear_work_and_attention_end_together(lengths, speeds, window, phase, flops) -> None:
+    layout = Layout.from_lengths(lengths)
+    assume(layout.tokens.any())
+    weights = tuple(speeds[: layout.num_ranks])
+    options = dict(cost=FREE, window=window, linear_flops=flops, tolerance=0.0, granularity=1)
+    tasks = planned(layout, weights, phase, **options).tasks
+    # A server is through with its linear work, and has its own attention until everybody's rows are there.
+    begin, at_home, work = (
+        ends(layout, loads, weights, phase, FREE, linear)
+        for loads, linear in ((0 * tasks.loads, flops), (tasks.loads_before, 0), (tasks.loads, 0))
+    )
+    end = np.maximum(begin, begin.max() - at_home) + work
+    # Shares are cut by whole queries, and rounded to millionths.
+    row = FREE.phase(phase).pair * 20000 / 1e15 / min(weights)
+    assert np.ptp(end) <= layout.num_ranks * (2 * row + 1e-5 * end.max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.sampled_from(PHASES), st.sampled_from([0.0, 0.01, 0.04]))
+def test_without_speeds_attention_alone_is_balanced(lengths, phase, min_gain) -> None:
+    """Whatever numbers of tokens the ranks have; and rows stay at home by the linear work of the most tokens."""
+    layout = Layout.from_lengths(lengths)
+    tasks = balance(layout, NVLINK, phase=phase, tolerance=0.005)
+    plan, free = (planned(layout, None, phase, min_gain=gain) for gain in (min_gain, 0.0))
+    assert plan.weights is None and np.array_equal(free.tasks.rows, tasks.rows)
+    moved = bool(plan.sent.any())
+    assert np.array_equal(plan.tasks.loads, tasks.loads if moved else tasks.loads_before)
+    if free.sent.any() and min_gain:
+        linear = NVLINK.linear_seconds(FLOPS * int(layout.tokens.max()) * LINEAR_WORK[phase])
+        before = float((tasks.loads_before / 1e15).max())
+        seconds = free.exposed + float((tasks.loads / 1e15).max())
+        gain = (before - seconds) / (linear + before)
+        assert abs(gain - min_gain) < 1e-12 or moved == (gain > min_gain)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("rows", [[[65536], [65536]], [[4096] * 16, [4096] * 16]])
+def test_a_balanced_batch_costs_nothing_on_cards_that_differ_a_little(rows, phase) -> None:
+    layout, weights = Layout.from_lengths(rows), (1000, 970)
+    on_gpu = plan_options(parse_config({}), GPU, MODEL, weights)
+    plan = PhasePlanner(0, NVLINK, on_gpu, early=True).plan(layout, None, phase, 1)
+    assert not plan.sent.any()
+    # There would have been something to gain: at best half of what the cards differ by.
+    free = PhasePlanner(0, NVLINK, replace(on_gpu, min_gain=0.0), early=True).plan(layout, None, phase, 1)
+    before, after = (ends(layout, p.tasks.loads, weights, phase, NVLINK).max() for p in (plan, free))
+    assert free.sent.any() and 0.01 < 1 - after / before < 0.016
+
+
+def test_an_uneven_batch_is_balanced_by_speed() -> None:
+    layout, weights = Layout.from_lengths([[65536], [4096] * 16]), (1000, 970)
+    on_gpu = plan_options(parse_config({}), GPU, MODEL, weights)
+    for phase in PHASES:
+        plan = PhasePlanner(0, NVLINK, on_gpu, early=True).plan(layout, None, phase, 1)
+        end = ends(layout, plan.tasks.loads, weights, phase, NVLINK)
+        assert plan.sent.any() and np.ptp(end) < 0.005 * end.max()
+        assert plan.tasks.loads[1] < 0.96 * plan.tasks.loads[0]  # more than the speeds differ: linear work is late too
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_pool_of_servers_begins_with_the_rows_of_others(phase) -> None:
+    layout = Layout.from_lengths([[32768], [4096] * 8, []])
+    loads = planned(layout, (1, 1, 1), phase, tolerance=0.0).tasks.loads
+    assert loads.min() > 0.99 * loads.mean()
+    loads = planned(layout, (1, 1, 3), phase, tolerance=0.0).tasks.loads
+    assert loads / loads.sum() == pytest.approx([0.2, 0.2, 0.6], abs=0.01)
+
+
+def test_who_has_fewer_tokens_does_its_own_attention_meanwhile() -> None:
+    # The second rank is through with its linear work after half of the time, and with its attention soon after.
+    layout = Layout.from_lengths([[65536], [4096] * 8])
+    plan = planned(layout, (1, 1), tolerance=0.0)
+    assert plan.tasks.loads[1] - plan.tasks.loads[0] == pytest.approx(plan.tasks.loads_before[1], rel=0.05)
+
+
+def test_a_server_of_weight_0_computes_nothing_whatever_that_costs() -> None:
+    layout = Layout.from_lengths([[8192] * 2, [16384], [2048] * 8])
+    plan = planned(layout, (0, 99, 100), min_gain=10.0)
+    assert plan.tasks.loads[0] == 0 and plan.weights[0] == 0
+    end = ends(layout, plan.tasks.loads, (100, 99, 100), "forward", NVLINK)[1:]
+    assert np.ptp(end) < 0.005 * end.max()
+
+
+@pytest.mark.parametrize("weights", [None, (1, 1), (1000, 970), (1, 3)])
+def test_a_plan_that_is_followed_shows_a_balance_of_1(weights) -> None:
+    layout = Layout.from_lengths([[65536], [4096] * 16])
+    options = PlanOptions(0.0, 128, None, None, weights, linear_flops=FLOPS)
+    server = lone_server(NVLINK, options, SimpleNamespace(early=False))
+    server.plan_tick("forward", [(layout, None, 1)], note=True)
+    stats = server.planned
+    assert stats.balance_before > 1.5 and stats.balance_after == pytest.approx(1.0, abs=2e-3)
+    assert stats.balance_after >= 1.0
+
+
+def test_a_batch_that_stays_at_home_shows_how_late_the_last_is() -> None:
+    layout, weights = Layout.from_lengths([[65536], [65536]]), (1000, 900)
+    options = PlanOptions(0.005, 128, None, None, weights, min_gain=1.0, linear_flops=FLOPS)
+    server = lone_server(NVLINK, options, SimpleNamespace(early=False))
+    server.plan_tick("forward", [(layout, None, 1)], note=True)
+    stats = server.planned
+    loads = NVLINK.cost(*(np.array([x]) for x in (0, 65536, 0))).repeat(2)
+    end = ends(layout, loads, np.array(weights) / 950, "forward", NVLINK)
+    late = end.max() - np.average(end, weights=weights)  # when all would end, had they the same to do by speed
+    assert stats.balance_before == stats.balance_after == pytest.approx(1 + late / (loads.mean() / 1e15))

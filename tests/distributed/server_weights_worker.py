@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on every rank of test_server_weights.py: a step of engines whose devices' speeds are measured, or made up."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from unittest import mock
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed_distca import DistCAConfigError, Layout
+from deepspeed_distca.data.from_layout import batch_from_layout
+from deepspeed_distca.profiling import speeds
+from tests.distributed.engine_worker import digest, documents_of, ds_config, full_gradients, reference, tiny_llama
+
+
+def run(lengths: list[list[int]], fabricated: list[float], pinned: list[int]) -> dict:
+    """One step each without weights, with measured ones, with measured ones of made-up speeds (one for each rank),
+    and with given ones; and the error where a rank cannot be measured."""
+    deepspeed.init_distributed("gloo")
+    layout = Layout.from_lengths(lengths)
+    outcomes = {"plain": _step(layout, {})}
+    for name in ("measured", "again"):
+        outcomes[name] = _step(layout, {"server_weights": "measured"})
+    mine = fabricated[dist.get_rank()]
+    with mock.patch.object(speeds, "device_speed", lambda device: mine):
+        outcomes["fabricated"] = _step(layout, {"server_weights": "measured"})
+    outcomes["pinned"] = _step(layout, {"server_weights": pinned})
+    return {"steps": outcomes, "full": _without_memory_on_rank_1(), "different": _asked_for_by_rank_0_alone()}
+
+
+def _without_memory_on_rank_1() -> str:
+    """What an engine says whose rank 1 cannot be measured."""
+
+    def device_speed(device: torch.device) -> float:
+        if dist.get_rank() == 1:
+            raise torch.cuda.OutOfMemoryError
+        return 1.0
+
+    with mock.patch.object(speeds, "device_speed", device_speed):
+        return _refusal("measured")
+
+
+def _asked_for_by_rank_0_alone() -> str:
+    return _refusal([1, 2] if dist.get_rank() else "measured")
+
+
+def _refusal(weights: list[int] | str) -> str:
+    """What `deepspeed.initialize` complains of."""
+    try:
+        deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, {"server_weights": weights}))
+    except DistCAConfigError as error:
+        return str(error)
+    return ""
+
+
+def _step(layout: Layout, block: dict) -> dict:
+    documents = documents_of(layout, np.random.default_rng(0))
+    expected_loss, expected = reference(tiny_llama(), [documents])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        engine = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, {"granularity": 4, **block}))[0]
+    loss = engine(**batch_from_layout(documents, layout, dist.get_rank())).loss
+    engine.backward(loss)
+    gradients = full_gradients(engine)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    errors = [float((gradients[n] - g).norm() / g.norm().clamp_min(1e-6)) for n, g in expected.items()]
+    return {
+        "weights": engine.distca.server_weights,
+        "printed": [line for line in printed.getvalue().splitlines() if "speeds" in line],
+        "loss": float(total) / dist.get_world_size(),
+        "expected": expected_loss,
+        "gradient_error": max(errors),
+        "digest": digest([total, *gradients.values()]),
+        "loads": engine.distca.stats.predicted_server_seconds,
+        "bytes_moved": engine.distca.stats.bytes_moved,
+    }

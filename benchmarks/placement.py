@@ -48,6 +48,8 @@ class Case(NamedTuple):
 
 
 CASES = (
+    Case("pretrain", 131072, 2, 1),
+    Case("prolong", 131072, 2, 1),
     Case("pretrain", 131072, 8, None),
     Case("pretrain", 131072, 8, 1),
     Case("pretrain", 131072, 64, None),

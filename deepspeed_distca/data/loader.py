@@ -57,7 +57,7 @@ class GlobalPackedLoader:
         gradient_accumulation_steps: micro-batches of an optimizer step, as in ds_config.json.
         seed, shuffle: the order of an epoch is a shuffle that depends on (seed, epoch) only. A stream is shuffled
             within a buffer of `shuffle_buffer` documents.
-        placement: "free", "contiguous" or "head_tail": which rank stores what, see
+        placement: "free", "whole", "contiguous" or "head_tail": which rank stores what, see
             :func:`deepspeed_distca.data.placement.place`.
         fill: "exact": every rank has exactly its budget of tokens, and a document is cut at the end of a global batch
             where no whole documents fill it. "whole": documents are never cut, and ranks may have a few tokens less.

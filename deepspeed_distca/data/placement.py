@@ -11,6 +11,8 @@ placement decides is whether the queries travel as well, and how many servers th
   the keys of a long document, and those at its beginning need few of them.
 - A document that fits is stored whole, where most work is missing.
 - What has to be cut for tokens alone is short, and is cut where few keys lie in front.
+- Where no document is more than a server's share, it is tried to cut none (``whole_documents``): then hardly anything,
+  or nothing, has to be moved.
 
 How much work short documents will bring, and which documents are short, is uncertain while the long ones are placed.
 So several assumptions are tried, beside the plain orders, and the scheduler itself tells which moves the fewest bytes:
@@ -27,13 +29,14 @@ from typing import Literal
 
 import numpy as np
 
+from deepspeed_distca.data.whole_documents import divide
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel, PhaseCost, key_start
 from deepspeed_distca.scheduler.traffic import traffic
 
-Placement = Literal["free", "contiguous", "head_tail"]
-PLACEMENTS: tuple[Placement, ...] = ("free", "contiguous", "head_tail")
+Placement = Literal["free", "whole", "contiguous", "head_tail"]
+PLACEMENTS: tuple[Placement, ...] = ("free", "whole", "contiguous", "head_tail")
 
 #: Cost units are femtoseconds; sums over a batch in picoseconds stay far from the end of int64.
 _UNIT = 1000
@@ -46,6 +49,9 @@ _SHORT = (30, 100, 300)
 _LEAST_ROOM = 100
 #: How far a whole document may exceed a server's share, in thousandths.
 _EXCESS = 20
+#: How far the largest share of whole documents may exceed the mean to be taken at once, in thousandths. Moving rows
+#: has a price of 2 to 3 % of a step on GPUs (docs/design.md, "When rows move"), and attention is a part of a step.
+_EVEN_ENOUGH = 80
 _NOTHING = np.iinfo(np.int64).min
 
 Pieces = list[list[tuple[int, int, int]]]  # (document, start, length) of each rank
@@ -70,9 +76,10 @@ def place(
         placement: "contiguous": documents one after another, those that pass a rank's end going on on the next.
             "head_tail": in that order too, but what a rank holds of a document that goes on is half from its head
             and half from its tail, so that the work of a document over many ranks is even.
+            "whole": no document is cut, and work is as even as that allows; "contiguous" where that was not found.
             "free": the placement that moves the fewest bytes, found as this module says.
-        cost: of attention tasks, for "free"; None is the H200 fit.
-        tolerance, server_weights, window: what the batch will be balanced with, for "free"; see ``balance``.
+        cost: of attention tasks, for "free" and "whole"; None is the H200 fit.
+        tolerance, server_weights, window: what the batch will be balanced with, for those two; see ``balance``.
 
     Raises:
         ValueError: lengths or budgets out of range, more tokens than budgets hold, or an unknown placement.
@@ -86,6 +93,15 @@ def place(
     if placement == "head_tail":
         return head_tail
     cost = cost or CostModel.fitted()
+    weights = [1] * len(budgets) if server_weights is None else [int(w) for w in server_weights]
+    terms = _both_phases(cost)
+
+    def work(low: int, high: int) -> int:
+        """Of queries [low, high) of a document."""
+        return int(terms(low, high, key_start(low, window), window)) // _UNIT
+
+    if placement == "whole":
+        return _whole(lengths, budgets, weights, work) or contiguous
 
     def moved(layout: Layout) -> tuple[int, int]:
         """Bytes over forward and backward, of all ranks and of the one that sends or receives the most."""
@@ -97,8 +113,10 @@ def place(
     best, fewest = contiguous, moved(contiguous)
     if fewest[0] == 0:
         return best
-    weights = [1] * len(budgets) if server_weights is None else [int(w) for w in server_weights]
-    for layout in (head_tail, *_candidates(lengths, budgets, weights, cost, tolerance, window)):
+    whole = _whole(lengths, budgets, weights, work, limit=_EVEN_ENOUGH)
+    if whole is not None:
+        return whole
+    for layout in (head_tail, *_candidates(lengths, budgets, weights, work, tolerance)):
         bytes_moved = moved(layout)
         if bytes_moved < fewest:
             best, fewest = layout, bytes_moved
@@ -154,18 +172,8 @@ def _layout(ranks: Pieces) -> Layout:
 
 
 def _candidates(
-    lengths: list[int],
-    budgets: list[int],
-    weights: list[int],
-    cost: CostModel,
-    tolerance: float,
-    window: int | None,
+    lengths: list[int], budgets: list[int], weights: list[int], work: Callable[[int, int], int], tolerance: float
 ) -> Iterator[Layout]:
-    terms = _both_phases(cost)
-
-    def work(low: int, high: int) -> int:
-        return int(terms(low, high, key_start(low, window), window)) // _UNIT
-
     # The share of a server without tokens has to be moved to it; it is tried to leave the work for it where it falls,
     # and to spread it over those who store tokens.
     shares = {tuple(weights), tuple(w if n else 0 for w, n in zip(weights, budgets, strict=True))}
@@ -177,6 +185,35 @@ def _candidates(
                 filling = _Filling(lengths, budgets, work, list(share), slack, short)
                 filling.run()
                 yield _layout(filling.ranks)
+
+
+def _whole(
+    lengths: list[int],
+    budgets: list[int],
+    weights: list[int],
+    work: Callable[[int, int], int],
+    limit: int | None = None,
+) -> Layout | None:
+    """No document cut and the budgets met; None where that is impossible or was not found.
+
+    Args:
+        limit: None as well where the largest share of the work exceeds the mean by more than these thousandths.
+    """
+    works = {n: work(0, n) for n in set(lengths)}
+    mean = sum(works[n] for n in lengths) // max(1, sum(weights))
+
+    def too_much(load: int, weight: int) -> bool:
+        return limit is not None and load * 1000 > mean * weight * (1000 + limit)
+
+    if too_much(max(works.values()), max(weights)):
+        return None
+    ranks = divide(lengths, budgets, works.__getitem__, weights)
+    if ranks is None:
+        return None
+    loads = [sum(works[lengths[document]] for document in rank) for rank in ranks]
+    if any(map(too_much, loads, weights)):
+        return None
+    return _layout([[(document, 0, lengths[document]) for document in rank] for rank in ranks])
 
 
 def _both_phases(cost: CostModel) -> PhaseCost:

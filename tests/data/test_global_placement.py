@@ -27,7 +27,7 @@ def lengths_of(layout) -> dict[int, int]:
 @given(
     st.lists(st.integers(1, 700), max_size=30),
     st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
-    st.sampled_from(["free", "contiguous", "head_tail"]),
+    st.sampled_from(["free", "whole", "contiguous", "head_tail"]),
     st.booleans(),
     st.none() | st.integers(1, 300),
 )

@@ -18,13 +18,14 @@ passes a rank's end is cut there, into two documents, for every variant alike. P
 and so its attention work is less than that of the uncut documents; with ":whole" they are not cut, and plain is left
 out.
 
-Variants: "plain" is the same model under DeepSpeed without the plugin; "distca" the plugin, with each of the overlaps
-and tolerances given; "ulysses" DeepSpeed-Ulysses over all ranks on the same global batch; "evened" is plain on other
-documents, which have the mean of the ranks' attention on every rank. All have the same kernel, the same initial
-weights, the same batches in the same order, and run in one process, an engine for each variant. One variant follows
-the other, which shows the memory of each; with `--turns` they take turns step by step, so that a card that warms up
-favours none. To try the script it runs on CPU too: `--hidden 256 --head-dim 32 --tokens 512`. What is reported:
-steps/report.py, NOTES.
+Variants: "plain" is the same model under DeepSpeed without the plugin; "distca" the plugin, with each of the overlaps,
+tolerances and blocks given; "ulysses" DeepSpeed-Ulysses over all ranks on the same global batch; "evened" is plain on
+other documents, which have the mean of the ranks' attention on every rank; "plain_whole", "distca_whole" and
+"distca_free" are plain and the plugin on the same documents where the loader's placements "whole" and "free" store
+them (docs/data.md). All have the same kernel, the same initial weights, the same batches in the same order, and run in
+one process, an engine for each variant. One variant follows the other, which shows the memory of each; with `--turns`
+they take turns step by step, so that a card that warms up favours none. To try the script it runs on CPU too:
+`--hidden 256 --head-dim 32 --tokens 512`. What is reported: steps/report.py, NOTES.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--zero", type=int, default=1)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--mixes", nargs="*", default=list(MIXES), choices=[*MIXES, ONE])
-    parser.add_argument("--workloads", nargs="*", default=[], metavar="NAME:BATCHES[:shuffled[=SEED]][:whole]")
+    parser.add_argument(
+        "--workloads", nargs="*", default=[], metavar="NAME:BATCHES[:shuffled[=SEED]][:whole][:skip=N]"
+    )
     parser.add_argument("--context", type=int, default=131072, help="of the workloads' sampling")
     parser.add_argument(
         "--variants", nargs="+", default=["plain", "distca", "ulysses"], choices=KINDS, help="in the order to run them"
@@ -71,7 +74,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--tolerance", nargs="+", type=float, help="left out: the plugin's default")
     parser.add_argument("--exchange", nargs="+", choices=["nccl", "peer_copy"], help="left out: as the plugin chooses")
-    parser.add_argument("--block", type=json.loads, default={}, help="JSON, more keys for the plugin's variants")
+    parser.add_argument(
+        "--block", nargs="+", type=json.loads, default=[{}], help="JSON, more keys for the plugin's variants"
+    )
     parser.add_argument("--steps", type=int, default=6, help="measured, on each batch")
     parser.add_argument(
         "--warm-up", type=int, default=3, help="steps before them; an engine begins with four on other batches"
@@ -204,8 +209,9 @@ def take_turns(
             note(results, f"The budget of {args.budget_seconds:g} s was over before {batch.name}.")
             break
         mine = {v.name: measure.Measurement(engines[v.name], v, batch, args) for v in variants if v.fits(batch)}
+        measure.keep_busy(device)  # a card is fast after the pause between two batches
         for turn in range(args.warm_up + args.steps):
-            # There and back: a card is fast after a pause, and after a step in which it waited.
+            # There and back: a card is fast after a step in which it waited.
             for measurement in list(mine.values())[:: -1 if turns % 2 else 1]:
                 measurement.step(count=turn >= args.warm_up)
             turns += 1

@@ -16,6 +16,7 @@ import torch
 from workloads.sampling import NAMES, layouts
 
 from deepspeed_distca.data.from_layout import batch_from_layout
+from deepspeed_distca.data.placement import Placement, place
 from deepspeed_distca.layout import DOCUMENT, LENGTH, Layout, Segment
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 
@@ -93,8 +94,8 @@ def workload(spec: str, world: int, tokens: int, context: int) -> list[Batch]:
     """Consecutive batches of a distribution.
 
     Args:
-        spec: NAME:BATCHES, then ":shuffled" or ":shuffled=SEED" for another order than the published one, and
-            ":whole" for documents that continue on other ranks.
+        spec: NAME:BATCHES, then ":shuffled" or ":shuffled=SEED" for another order than the published one, ":whole" for
+            documents that continue on other ranks, and ":skip=N" to leave out the first N batches.
         context: which the distribution was sampled for. A batch that is no multiple of it takes the documents of the
             next larger multiple and shortens them in proportion.
 
@@ -102,7 +103,7 @@ def workload(spec: str, world: int, tokens: int, context: int) -> list[Batch]:
         ValueError: a spec of another form, or more batches than the documents last for.
     """
     name, *more = spec.split(":")
-    seed, whole, count = None, False, 0
+    seed, whole, count, skip = None, False, 0, 0
     for option in more:
         key, _, value = option.partition("=")
         if key.isdigit() and not value:
@@ -111,18 +112,22 @@ def workload(spec: str, world: int, tokens: int, context: int) -> list[Batch]:
             seed = int(value or _SHUFFLE_SEED)
         elif option == "whole":
             whole = True
+        elif key == "skip" and value.isdigit():
+            skip = int(value)
         else:
             count = 0
             break
     if name not in NAMES or count < 1:
-        raise ValueError(f"workload {spec!r}: expected {'|'.join(NAMES)}:BATCHES[:shuffled[=SEED]][:whole]")
-    group = ":".join([name, *(option for option in more if not option.isdigit())])
+        raise ValueError(f"workload {spec!r}: expected {'|'.join(NAMES)}:BATCHES[:shuffled[=SEED]][:whole][:skip=N]")
+    group = ":".join([name, *(option for option in more if not option.isdigit() and not option.startswith("skip"))])
     contexts = -(-world * tokens // context)
-    found = list(layouts(name, context=context, servers=1, tokens=contexts * context, batches=count, shuffle=seed))
-    if len(found) < count:
+    found = list(
+        layouts(name, context=context, servers=1, tokens=contexts * context, batches=skip + count, shuffle=seed)
+    )
+    if len(found) < skip + count:
         raise ValueError(f"workload {spec!r}: the documents last for {len(found)} batches of {world * tokens} tokens")
     batches = []
-    for index, layout in enumerate(found):
+    for index, layout in enumerate(found[skip:], start=skip):
         spread = _spread([s.length for s in layout.rank(0)], world, tokens)
         if not whole:
             spread = Layout.from_lengths([[s.length for s in spread.rank(rank)] for rank in range(world)])
@@ -152,6 +157,17 @@ def evened(batch: Batch) -> Batch:
         low, high = (low, middle) if above else (middle, high)
     documents = [*([low] if low else []), *_cut(tokens - low, short)]
     return Batch(batch.name, batch.group, Layout.from_lengths([documents] * batch.layout.num_ranks))
+
+
+def placed(batch: Batch, placement: Placement) -> Batch:
+    """The same documents where a placement of the loader stores them: other ranks, as many tokens on each."""
+    documents, index = np.unique(batch.layout.segments[:, DOCUMENT], return_inverse=True)
+    lengths = np.bincount(index, weights=batch.layout.segments[:, LENGTH]).astype(np.int64)
+    layout = place(lengths, batch.layout.tokens, placement=placement)
+    segments = layout.segments.copy()
+    segments[:, DOCUMENT] = documents[segments[:, DOCUMENT]]
+    layout = Layout(segments, layout.num_ranks).validate()
+    return Batch(batch.name, batch.group, layout, whole=len(layout.segments) > len(documents))
 
 
 def _cut(tokens: int, length: int) -> list[int]:

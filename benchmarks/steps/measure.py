@@ -7,6 +7,7 @@ import argparse
 import gc
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from steps.variants import Variant
 GIB, MIB = 2**30, 2**20
 #: Steps on each of the batches with which an engine begins.
 BEGINNING_STEPS = 2
+#: Of products before the first turn on a batch.
+BUSY_SECONDS = 0.7
 
 
 class Budget:
@@ -186,11 +189,25 @@ def begin(engine, variant: Variant, args: argparse.Namespace, reserved: list[flo
     Args:
         reserved: gets the reserved memory in GiB after each step, of this rank.
     """
+    as_it_is = replace(variant, documents=None)
     for batch in beginning(dist.get_world_size(), args.tokens):
-        measurement = Measurement(engine, variant, batch, args)
+        measurement = Measurement(engine, as_it_is, batch, args)
         for _ in range(BEGINNING_STEPS):
             measurement.step(count=False)
             note_reserved(reserved)
+
+
+def keep_busy(device: torch.device) -> None:
+    """Matrix products on a GPU, for BUSY_SECONDS: after a pause it runs faster than its power limit lasts."""
+    if device.type != "cuda":
+        return
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(a)
+    end = time.perf_counter() + BUSY_SECONDS
+    while time.perf_counter() < end:
+        for _ in range(20):
+            torch.mm(a, a, out=out)
+        torch.cuda.synchronize(device)
 
 
 def measure(engine, variant: Variant, batch: Batch, args: argparse.Namespace, reserved: list[float]) -> dict[str, Any]:
@@ -211,6 +228,7 @@ def note_reserved(reserved: list[float]) -> None:
 def timeline(engine, variant: Variant, batch: Batch, args: argparse.Namespace, path: Path) -> None:
     """Collective: a chrome trace of one step for each rank, named by it: trace.json.gz becomes trace_rank0.json.gz."""
     rank, on_gpu = dist.get_rank(), engine.device.type == "cuda"
+    batch = variant.batch(batch)
     arguments = variant.arguments(batch, batch.inputs(rank, args.vocabulary, engine.device))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     step(engine, arguments)  # the batch before was another one

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -21,9 +22,16 @@ from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
-from steps.batches import Batch, evened
+from steps.batches import Batch, evened, placed
 
-KINDS = ("plain", "evened", "distca", "ulysses")
+KINDS = ("plain", "plain_whole", "evened", "distca", "distca_free", "distca_whole", "ulysses")
+#: What those train on in a batch's place.
+DOCUMENTS: dict[str, Callable[[Batch], Batch]] = {
+    "evened": evened,
+    "plain_whole": partial(placed, placement="whole"),
+    "distca_whole": partial(placed, placement="whole"),
+    "distca_free": partial(placed, placement="free"),
+}
 #: Overlap that stands for leaving the key out.
 LEFT_OUT = "default"
 
@@ -132,22 +140,22 @@ class Variant:
         attention: the attention function of the model's configuration.
         block: the ``distca`` block, or None for DeepSpeed without the plugin.
         own: the attention that takes the plugin's place, where there is no block.
-        evens: it trains on other documents: as many tokens on every rank, with the mean of the ranks' attention work.
+        documents: what it trains on in a batch's place: the same documents elsewhere, or other ones; None: the batch.
     """
 
     name: str
     attention: str
     block: dict[str, Any] | None = None
     own: PlainAttention | None = None
-    evens: bool = False
+    documents: Callable[[Batch], Batch] | None = None
 
     def batch(self, batch: Batch) -> Batch:
         """What it trains on in a batch's place."""
-        return evened(batch) if self.evens else batch
+        return self.documents(batch) if self.documents else batch
 
     def fits(self, batch: Batch) -> bool:
         """Whether it computes the batch's attention: a rank alone has no documents that continue on others."""
-        return not batch.whole or self.block is not None or isinstance(self.own, UlyssesAttention)
+        return not self.batch(batch).whole or self.block is not None or isinstance(self.own, UlyssesAttention)
 
     def arguments(self, batch: Batch, inputs: dict[str, Any]) -> dict[str, Any]:
         """What the engine is called with: without the plugin only the model's own arguments, and the number of targets
@@ -163,20 +171,24 @@ def make_variants(
     overlaps: Sequence[str],
     tolerances: Sequence[float] | None,
     exchanges: Sequence[str] | None = None,
-    more: dict[str, Any] | None = None,
+    blocks: Sequence[dict[str, Any]] | None = None,
 ) -> list[Variant]:
     """The variants in the order of `kinds`, which are of KINDS; the plugin with every overlap, tolerance and exchange,
-    and `more` keys in its block. A kind named again is measured again, which tells how steady the machine is."""
+    and the further keys of each of `blocks`, which are named where there are several (placed: of the first).
+    A kind named again is measured again, which tells how steady the machine is."""
     variants: list[Variant] = []
     plain, ulysses = PlainAttention(), UlyssesAttention()
     for kind in kinds:
-        if kind != "distca":
+        documents = DOCUMENTS.get(kind)
+        if not kind.startswith("distca"):
             own = ulysses if kind == "ulysses" else plain
-            variants.append(Variant(kind, own.NAME, None, own, evens=kind == "evened"))
+            variants.append(Variant(kind, own.NAME, None, own, documents))
             continue
-        for overlap, tolerance, exchange in product(overlaps, tolerances or [None], exchanges or [None]):
-            block: dict[str, Any] = {"enabled": True, **(more or {})}
-            name = f"distca {overlap}"
+        of_kind = (blocks or [{}])[: None if kind == "distca" else 1]
+        choices = product(overlaps, tolerances or [None], exchanges or [None], of_kind)
+        for overlap, tolerance, exchange, more in choices:
+            block: dict[str, Any] = {"enabled": True, **more}
+            name = f"{kind.replace('_', ' ')} {overlap}"
             if overlap != LEFT_OUT:
                 block["overlap"] = overlap
             if tolerance is not None:
@@ -185,7 +197,9 @@ def make_variants(
             if exchange is not None:
                 block["exchange"] = exchange
                 name += f" {exchange}"
-            variants.append(Variant(name, "sdpa", block))
+            if len(of_kind) > 1:
+                name += "".join(f" {key}={value}" for key, value in more.items())
+            variants.append(Variant(name, "sdpa", block, documents=documents))
     seen: dict[str, int] = {}
     named = []
     for variant in variants:

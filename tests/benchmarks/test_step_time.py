@@ -127,6 +127,50 @@ def test_workloads_are_the_sampled_documents_cut_at_ranks_ends(steps) -> None:
     assert cut.layout.segments[:, LENGTH].tolist() == theirs.segments[:, LENGTH].tolist()
 
 
+def test_batches_can_be_skipped(steps) -> None:
+    batches, _ = steps
+    everything = batches.workload("prolong:4:shuffled", 2, 65536, 131072)
+    assert batches.workload("prolong:1:shuffled:skip=3", 2, 65536, 131072) == everything[3:]
+
+
+@pytest.mark.parametrize("placement", ["whole", "free"])
+def test_placed_batches_have_the_same_documents(steps, placement: str) -> None:
+    batches, _ = steps
+
+    def documents(batch) -> dict[bytes, int]:
+        """Token ids of every document, put together from all ranks, and how often they occur."""
+        parts: dict[int, list] = {}
+        for rank in range(2):
+            ids = batch.inputs(rank, 50000, "cpu")["input_ids"].flatten()
+            segments = batch.layout.rank(rank)
+            for segment, piece in zip(segments, ids.split([s.length for s in segments]), strict=True):
+                parts.setdefault(segment.document, []).append((segment.start, piece.numpy().tobytes()))
+        return {b"".join(p for _, p in sorted(pieces)): 1 for pieces in parts.values()}
+
+    cut = 0
+    for batch in batches.workload("prolong:4:shuffled", 2, 65536, 131072):
+        placed = batches.placed(batch, placement)
+        assert placed.layout.tokens.tolist() == [65536] * 2 and placed.name == batch.name
+        assert documents(placed) == documents(batch) and placed.targets() == batch.targets()
+        cut += placed.whole
+    assert (cut > 0) == (placement == "free")  # where no whole documents fill a rank, "whole" leaves them in order
+
+
+def test_variants_of_several_blocks(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from steps.variants import make_variants
+
+    blocks = [{}, {"server_weights": "measured"}]
+    variants = make_variants(["plain", "distca", "distca_whole", "plain"], ["none"], None, None, blocks)
+    assert [(v.name, v.block) for v in variants] == [
+        ("plain", None),
+        ("distca none", {"enabled": True, "overlap": "none"}),
+        ("distca none server_weights=measured", {"enabled": True, "server_weights": "measured", "overlap": "none"}),
+        ("distca whole none", {"enabled": True, "overlap": "none"}),
+        ("plain again", None),
+    ]
+
+
 @pytest.mark.parametrize("spec", ["pretrain", "books:3", "pretrain:0", "pretrain:3:sorted", "pretrain:3:shuffled=x"])
 def test_other_workloads_are_refused(steps, spec: str) -> None:
     with pytest.raises(ValueError, match=r"expected pretrain\|prolong:BATCHES"):

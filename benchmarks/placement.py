@@ -115,7 +115,7 @@ def document_lengths(layout: Layout) -> list[int]:
 
 
 def compare(case: Case) -> list[list[str]]:
-    """The lines of one kind of batches, and a check that free placement never moves more."""
+    """The lines of one kind of batches, and a check that free placement never moves more where it cuts documents."""
     results: dict[str, list[Result]] = {"in order": [], "head-tail": [], "free": []}
     options = dict(context=case.context, servers=case.servers, tokens=TOKENS, batches=BATCHES, shuffle=case.shuffle)
     for layout in layouts(case.name, **options):
@@ -126,7 +126,7 @@ def compare(case: Case) -> list[list[str]]:
             found.append(measure(placed, (time.perf_counter() - start) * 1e3))
             if placed.tokens.tolist() != budgets or document_lengths(placed) != lengths:
                 raise AssertionError(f"{name}: another batch")
-        if results["free"][-1].step > results["in order"][-1].step:
+        if len(placed.segments) > len(lengths) and results["free"][-1].step > results["in order"][-1].step:
             raise AssertionError(f"{case}: free placement moves more")
     title = f"{case.name} {case.context // 1024}K" + (", shuffled" if case.shuffle is not None else "")
     lines = []

@@ -71,8 +71,8 @@ class DistCAConfig(DeepSpeedConfigModel):
     exchange: Literal["nccl", "peer_copy"] | None = None
     """ How rows travel between GPUs: "nccl", sends and receives over a process group; "peer_copy", copy engines and
     memory that the GPUs of a node share, which takes no multiprocessors from attention. Where "peer_copy" cannot be
-    had on every rank, "nccl" is used and a line says why. Left out: "peer_copy" where it can be had, else "nccl";
-    "nccl" with pipelines. """
+    had on every rank, "nccl" is used and a line says why. Left out: "peer_copy" where it can be had, else "nccl",
+    and a line says so if `staging_mib` did not fit into memory; "nccl" with pipelines. """
 
     staging_mib: int = Field(1536, ge=1)
     """ MiB of every GPU's memory that `exchange` "peer_copy" sets aside, divided among the other servers. A server's
@@ -91,8 +91,8 @@ class DistCAConfig(DeepSpeedConfigModel):
     """ Relative speeds of the data-parallel ranks' devices, a whole number of 0 to 1000000 for each: attention is
     spread so that a layer's linear work and attention are predicted to end at the same time on all of them. A rank of
     weight 0 computes none, as far as others can take its work. "measured": the speeds are measured when the engine is
-    built (3 s on GPUs), and a line says which list gives the same plans again; measured anew they may differ a little,
-    and then runs are not the same bit by bit. Left out: attention is spread equally. """
+    built (about 3 s on GPUs), and a line says which list gives the same plans again; measured anew they may differ a
+    little, and then runs are not the same bit by bit. Left out: attention is spread equally. """
 
     max_received_rows: int | None = Field(None, ge=1)
     """ The most query and key/value rows that a server may receive for a micro-batch: a cap on memory which may cost

@@ -107,7 +107,7 @@ class Runtime:
 
     Attributes:
         config: the options in force.
-        server_weights: of the data-parallel ranks, as given or as measured; None where all are equal.
+        server_weights: of the data-parallel ranks, as given or as measured; None where none were asked for.
         server: this rank's attention server.
     """
 

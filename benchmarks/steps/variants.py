@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -151,7 +151,7 @@ class Variant:
 
     def batch(self, batch: Batch) -> Batch:
         """What it trains on in a batch's place."""
-        return self.documents(batch) if self.documents else batch
+        return _in_place_of(self.documents, batch) if self.documents else batch
 
     def fits(self, batch: Batch) -> bool:
         """Whether it computes the batch's attention: a rank alone has no documents that continue on others."""
@@ -164,6 +164,11 @@ class Variant:
             return inputs
         tensors = {k: v for k, v in inputs.items() if torch.is_tensor(v)}
         return {**tensors, "num_items_in_batch": batch.targets() / batch.layout.num_ranks}
+
+
+@lru_cache(maxsize=16)
+def _in_place_of(documents: Callable[[Batch], Batch], batch: Batch) -> Batch:
+    return documents(batch)
 
 
 def make_variants(

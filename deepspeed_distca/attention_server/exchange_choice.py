@@ -2,7 +2,8 @@
 """Which exchange a group of servers uses, agreed by all of them: peer copies only where every rank can.
 
 Staging memory comes from torch's symmetric memory, a private interface: whatever it lacks or refuses on any rank leads
-to sends and receives over the process group, with one line that says why if peer copies were asked for.
+to sends and receives over the process group, with one line that says why if peer copies were asked for, or if there
+was too little memory for them.
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ def make_exchange(
         exchange, problem = _open(group, device, staging_mib << 20, timeout, pack_beside)
     if exchange is not None:
         return exchange
-    if dist.get_rank(group) == 0 and kind is not None:
-        print(f"distca: no exchange by peer copies: {problem}; NCCL's sends and receives are used", flush=True)
+    too_large = "out of memory" in problem  # so say the caching allocator and the driver
+    if dist.get_rank(group) == 0 and (kind is not None or too_large):
+        remedy = f" (a `staging_mib` below {staging_mib} may fit)" if too_large else ""
+        print(f"distca: no exchange by peer copies: {problem}{remedy}; NCCL's sends and receives are used", flush=True)
     return PeerToPeerExchange(group)
 
 

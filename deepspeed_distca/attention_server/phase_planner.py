@@ -115,11 +115,10 @@ class PhasePlanner:
         """The tasks, compiled, and by how many seconds of a layer transfers are exposed."""
         # A server of weight 0 computes nothing, whatever that costs.
         frugal = self._options.min_gain > 0 and 0 not in (self._options.server_weights or ())
-        if frugal and self._gains_too_little(layout, phase, home.loads, self._least(layout, phase, home.loads)):
-            at_home = PlanCompiler(layout, home.rows)
-            # Documents that continue on other ranks are exchanged anyway.
-            if not at_home.moves_rows:
-                return home, at_home, 0.0  # without a search
+        hopeless = frugal and self._gains_too_little(layout, phase, home.loads, self._least(layout, phase, home.loads))
+        staying = self._staying(layout, home) if hopeless else None
+        if staying:
+            return staying  # without a search
         tasks = balance(
             layout,
             self._cost,
@@ -135,11 +134,16 @@ class PhasePlanner:
         if not (frugal or weigh) or not compiler.moves_rows:
             return tasks, compiler, 0.0
         seconds, exposed = self._predicted(layout, compiler, window, phase)
-        if frugal and self._gains_too_little(layout, phase, home.loads, seconds):
-            at_home = PlanCompiler(layout, home.rows)
-            if not at_home.moves_rows:
-                return home, at_home, 0.0
-        return tasks, compiler, exposed
+        if frugal and not hopeless and self._gains_too_little(layout, phase, home.loads, seconds):
+            staying = self._staying(layout, home)
+        return staying or (tasks, compiler, exposed)
+
+    @staticmethod
+    def _staying(layout: Layout, home: Tasks) -> tuple[Tasks, PlanCompiler, float] | None:
+        """Every task at home, as `_tasks` returns it; None where documents continue on other ranks: rows are
+        exchanged anyway then."""
+        compiler = PlanCompiler(layout, home.rows)
+        return None if compiler.moves_rows else (home, compiler, 0.0)
 
     def favours_two(self, planned: Sequence[PlannedPhase], layout: Layout) -> bool:
         """Whether a micro-batch whose phases were planned with ``weigh`` is predicted to be faster in two

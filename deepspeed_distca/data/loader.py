@@ -69,6 +69,8 @@ class GlobalPackedLoader:
         cost, tolerance, server_weights, window: what batches will be balanced with, which free placement looks at:
             the cost of attention (the H200 fit with 32/8 heads of 128), the tolerance and server weights of the
             ``distca`` block (one for each rank), the sliding window of most layers. Results do not depend on them.
+        even_enough: of free placement, see :func:`~deepspeed_distca.data.placement.place`; 0 where the block's
+            `min_gain` is 0.
         num_workers, prefetch_factor, pin_memory, multiprocessing_context: of ``torch.utils.data.DataLoader``. A worker
             makes whole steps. A stream is read by one worker, however many there are.
 
@@ -104,6 +106,7 @@ class GlobalPackedLoader:
         tolerance: float = 0.02,
         server_weights: Sequence[int] | None = None,
         window: int | None = None,
+        even_enough: float = 0.08,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
@@ -145,6 +148,7 @@ class GlobalPackedLoader:
                 "tolerance": tolerance,
                 "server_weights": None if weights is None else weights[group * servers : (group + 1) * servers],
                 "window": window,
+                "even_enough": even_enough,
             },
         )
         self.gradient_accumulation_steps = gradient_accumulation_steps

@@ -11,20 +11,20 @@ placement decides is whether the queries travel as well, and how many servers th
   the keys of a long document, and those at its beginning need few of them.
 - A document that fits is stored whole, where most work is missing.
 - What has to be cut for tokens alone is short, and is cut where few keys lie in front.
-- Where no document is more than a server's share, it is tried to cut none (``whole_documents``): then hardly anything,
-  or nothing, has to be moved.
+- Where no document is more than a server's share, it is tried to cut none (``whole_documents``). If work is then even
+  enough to stay where it is, that placement is taken at once.
 
 How much work short documents will bring, and which documents are short, is uncertain while the long ones are placed.
-So several assumptions are tried, beside the plain orders, and the scheduler itself tells which moves the fewest bytes:
-free placement never moves more than packing in order.
+So several assumptions are tried, beside the plain orders, and the scheduler itself tells which moves the fewest bytes.
 
-NumPy and integers only: every rank computes the same placement without talking to the others.
+Every rank computes the same placement without talking to the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -33,6 +33,7 @@ from deepspeed_distca.data.whole_documents import divide
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel, PhaseCost, key_start
+from deepspeed_distca.scheduler.shares import Shares
 from deepspeed_distca.scheduler.traffic import traffic
 
 Placement = Literal["free", "whole", "contiguous", "head_tail"]
@@ -49,9 +50,8 @@ _SHORT = (30, 100, 300)
 _LEAST_ROOM = 100
 #: How far a whole document may exceed a server's share, in thousandths.
 _EXCESS = 20
-#: How far the largest share of whole documents may exceed the mean to be taken at once, in thousandths. Moving rows
-#: has a price of 2 to 3 % of a step on GPUs (docs/design.md, "When rows move"), and attention is a part of a step.
-_EVEN_ENOUGH = 80
+#: Ranks above which "free" does not look for whole documents: the search takes 1 to 2 s for so many.
+_MOST_RANKS = 64
 _NOTHING = np.iinfo(np.int64).min
 
 Pieces = list[list[tuple[int, int, int]]]  # (document, start, length) of each rank
@@ -66,6 +66,7 @@ def place(
     tolerance: float = 0.02,
     server_weights: Sequence[int] | None = None,
     window: int | None = None,
+    even_enough: float = 0.08,
 ) -> Layout:
     """The layout of documents 0..n-1 over ranks.
 
@@ -77,12 +78,16 @@ def place(
             "head_tail": in that order too, but what a rank holds of a document that goes on is half from its head
             and half from its tail, so that the work of a document over many ranks is even.
             "whole": no document is cut, and work is as even as that allows; "contiguous" where that was not found.
-            "free": the placement that moves the fewest bytes, found as this module says.
+            "free": the first that is even enough without a cut; else the one that moves the fewest bytes, found as
+            this module says.
         cost: of attention tasks, for "free" and "whole"; None is the H200 fit.
         tolerance, server_weights, window: what the batch will be balanced with, for those two; see ``balance``.
+        even_enough: for "free": how far the largest share of attention may exceed the mean where rows will stay all
+            the same, since balance would save less than the block's `min_gain`. 8 % of attention were 0.7 to 4 % of
+            measured steps on H200s, where moving rows costs 1 to 2.5 %. 0: bytes alone decide.
 
     Raises:
-        ValueError: lengths or budgets out of range, more tokens than budgets hold, or an unknown placement.
+        ValueError: lengths, budgets or weights out of range, more tokens than budgets hold, or an unknown placement.
     """
     lengths, budgets = _checked(lengths, budgets, placement)
     budgets = share_tokens(sum(lengths), budgets)
@@ -93,7 +98,7 @@ def place(
     if placement == "head_tail":
         return head_tail
     cost = cost or CostModel.fitted()
-    weights = [1] * len(budgets) if server_weights is None else [int(w) for w in server_weights]
+    weights = Shares(server_weights, len(budgets), tolerance).weights
     terms = _both_phases(cost)
 
     def work(low: int, high: int) -> int:
@@ -101,7 +106,8 @@ def place(
         return int(terms(low, high, key_start(low, window), window)) // _UNIT
 
     if placement == "whole":
-        return _whole(lengths, budgets, weights, work) or contiguous
+        ranks = divide(lengths, budgets, lambda n: work(0, n), weights)
+        return contiguous if ranks is None else _whole(ranks, lengths)
 
     def moved(layout: Layout) -> tuple[int, int]:
         """Bytes over forward and backward, of all ranks and of the one that sends or receives the most."""
@@ -113,10 +119,17 @@ def place(
     best, fewest = contiguous, moved(contiguous)
     if fewest[0] == 0:
         return best
-    whole = _whole(lengths, budgets, weights, work, limit=_EVEN_ENOUGH)
-    if whole is not None:
-        return whole
-    for layout in (head_tail, *_candidates(lengths, budgets, weights, work, tolerance)):
+    candidates = [head_tail]
+    works = {n: work(0, n) for n in set(lengths)}
+    if len(budgets) <= _MOST_RANKS and _may_be_even(lengths, budgets, weights, works, max(even_enough, tolerance)):
+        ranks = divide(lengths, budgets, works.__getitem__, weights)
+        if ranks is not None:
+            candidates.append(_whole(ranks, lengths))
+            loads = [sum(works[lengths[document]] for document in rank) for rank in ranks]
+            mean = sum(loads) / sum(weights)
+            if all(load <= (1 + even_enough) * mean * w for load, w in zip(loads, weights, strict=True)):
+                return candidates[-1]
+    for layout in chain(candidates, _candidates(lengths, budgets, weights, work, tolerance)):
         bytes_moved = moved(layout)
         if bytes_moved < fewest:
             best, fewest = layout, bytes_moved
@@ -187,32 +200,17 @@ def _candidates(
                 yield _layout(filling.ranks)
 
 
-def _whole(
-    lengths: list[int],
-    budgets: list[int],
-    weights: list[int],
-    work: Callable[[int, int], int],
-    limit: int | None = None,
-) -> Layout | None:
-    """No document cut and the budgets met; None where that is impossible or was not found.
+def _may_be_even(
+    lengths: list[int], budgets: list[int], weights: list[int], works: dict[int, int], slack: float
+) -> bool:
+    """Whether whole documents can have even work: none is too much for a server, and servers without tokens, which
+    have no document of their own, hardly count."""
+    share = sum(works[n] for n in lengths) * (1 + slack) / sum(weights)
+    with_tokens = sum(w for w, n in zip(weights, budgets, strict=True) if n)
+    return max(works.values()) <= share * max(weights) and sum(weights) <= (1 + slack) * with_tokens
 
-    Args:
-        limit: None as well where the largest share of the work exceeds the mean by more than these thousandths.
-    """
-    works = {n: work(0, n) for n in set(lengths)}
-    mean = sum(works[n] for n in lengths) // max(1, sum(weights))
 
-    def too_much(load: int, weight: int) -> bool:
-        return limit is not None and load * 1000 > mean * weight * (1000 + limit)
-
-    if too_much(max(works.values()), max(weights)):
-        return None
-    ranks = divide(lengths, budgets, works.__getitem__, weights)
-    if ranks is None:
-        return None
-    loads = [sum(works[lengths[document]] for document in rank) for rank in ranks]
-    if any(map(too_much, loads, weights)):
-        return None
+def _whole(ranks: list[list[int]], lengths: list[int]) -> Layout:
     return _layout([[(document, 0, lengths[document]) for document in rank] for rank in ranks])
 
 

@@ -9,23 +9,24 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
-from deepspeed_distca.profiling.speeds import EQUAL_WITHIN, speeds_of_ranks, weights_of
+from deepspeed_distca.profiling.speeds import EQUAL_WITHIN, UnmeasuredError, speeds_of_ranks, weights_of
 
 
 def agreed_weights(
     config: DistCAConfig, device: torch.device, groups: Sequence[Sequence[int]], servers: int
 ) -> list[int] | None:
-    """A weight for each data-parallel rank, the same on all ranks; None where all are equal. Collective over the
-    default process group where there are several servers. Where weights are measured, rank 0 prints them.
+    """A weight for each data-parallel rank, the same on all ranks; None where none were asked for. Collective over
+    the default process group where there are several servers. Where weights are measured, rank 0 prints them.
 
     Args:
         device: this rank's.
         groups: the global ranks of every data-parallel group. Ranks with the same place share a weight, that of the
             slowest of their devices: they work on the same tokens.
-        servers: how many ranks share their work; a single one needs no weights, and nothing is measured.
+        servers: how many ranks share their work; a single one needs no weights: nothing is measured, and "measured"
+            gives None.
 
     Raises:
-        DistCAConfigError: on every rank, if a device has no memory for being measured, or not all ranks ask for it.
+        DistCAConfigError: on every rank, if a device could not be measured, or not all ranks ask for it.
     """
     wanted = config.server_weights == "measured"
     if servers == 1:
@@ -38,13 +39,14 @@ def agreed_weights(
         raise DistCAConfigError(
             f'`{BLOCK}.server_weights` is "measured" on ranks {ranks} and not on the others; all need the same block'
         )
-    of_ranks = speeds_of_ranks(device)
-    if min(of_ranks) <= 0:
+    try:
+        of_ranks = speeds_of_ranks(device)
+    except UnmeasuredError as error:
         raise DistCAConfigError(
-            f'`{BLOCK}.server_weights` is "measured", but the devices of ranks '
-            f"{[rank for rank, speed in enumerate(of_ranks) if speed <= 0]} have no 400 MiB left for it; give the "
-            "weights as a list of whole numbers"
-        )
+            f'`{BLOCK}.server_weights` is "measured", but the devices of ranks {error.ranks} could not be measured, '
+            "which takes 400 MiB of a GPU's memory and what cuBLAS needs; give the weights as a list of whole numbers"
+            + (f". On this rank: {error.reason}" if error.reason else "")
+        ) from error
     speeds = [min(of_ranks[rank] for rank in same) for same in zip(*groups, strict=True)]
     weights = weights_of(speeds)
     if dist.get_rank() == 0:
@@ -82,11 +84,11 @@ def _everyones(answer: bool, device: torch.device) -> list[bool]:
     return torch.cat(gathered).bool().tolist()
 
 
-def _in_words(speeds: Sequence[float], weights: Sequence[int] | None) -> str:
+def _in_words(speeds: Sequence[float], weights: Sequence[int]) -> str:
     """What was measured, and which block repeats it."""
     fastest = max(speeds)
     found = ", ".join(f"{speed / fastest:.4f}" for speed in speeds)
     text = f"measured speeds {found} of the fastest device ({fastest:.1f} matrix products a second)"
-    if weights is None:
-        return f"{text}: equal within {EQUAL_WITHIN:.1%}; a run without `server_weights` has the same plans"
+    if len(set(weights)) == 1:
+        text += f": equal within {EQUAL_WITHIN:.1%}"
     return f'{text}; "server_weights": {list(weights)} repeats this run with the same plans'

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,47 +25,77 @@ EQUAL_WITHIN = 0.005
 #: The fastest device's weight.
 _FASTEST = 1000
 
+#: What was measured, by default process group. Only lists of which every rank has all, so that all keep one or none.
+_KEPT: MutableMapping[dist.ProcessGroup, list[float]] = WeakKeyDictionary()
+
+
+class UnmeasuredError(RuntimeError):
+    """Devices that could not be measured.
+
+    Attributes:
+        ranks: theirs, the same on every rank.
+        reason: what was raised on this rank; empty on the others.
+    """
+
+    def __init__(self, ranks: list[int], reason: str) -> None:
+        super().__init__(f"ranks {ranks} could not be measured; this rank: {reason or 'measured'}")
+        self.ranks, self.reason = ranks, reason
+
 
 def speeds_of_ranks(device: torch.device) -> list[float]:
-    """Matrix products a second on the device of every rank of the default process group, all measured at once and
-    once in a process. Collective.
+    """Matrix products a second on the device of every rank of the default process group, the same list on all of
+    them. All are measured at once, and kept for all engines of the group; where some could not be measured, the next
+    call measures all of them anew. Collective.
 
     Args:
         device: this rank's, on which its part of the default group communicates.
 
-    Returns:
-        the same list on every rank; 0 where a device has no memory left for the matrices.
+    Raises:
+        UnmeasuredError: on every rank, if some device has no memory left, or its products fail otherwise.
     """
+    group = dist.group.WORLD
+    if group in _KEPT:
+        return _KEPT[group]
     meet(None, device)
-    try:
-        speed = device_speed(device)
-    except torch.cuda.OutOfMemoryError:
-        speed = 0.0
+    speed, reason = _speed_or_reason(device)
     mine = torch.tensor([speed], dtype=torch.float64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
-    return torch.cat(gathered).tolist()
+    speeds = torch.cat(gathered).tolist()
+    unmeasured = [rank for rank, speed in enumerate(speeds) if speed <= 0]
+    if unmeasured:
+        raise UnmeasuredError(unmeasured, reason)
+    _KEPT[group] = speeds
+    return speeds
 
 
-def weights_of(speeds: Sequence[float]) -> list[int] | None:
-    """Whole weights of 1 to 1000 in proportion to speeds; None where all are equal within 0.5 %.
+def _speed_or_reason(device: torch.device) -> tuple[float, str]:
+    """The speed, or 0 and what was raised. As text: an error that is kept keeps the matrices."""
+    try:
+        return device_speed(device), ""
+    except RuntimeError as error:  # of the allocator, of cuBLAS (no room for its workspace), or of the driver
+        return 0.0, f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def weights_of(speeds: Sequence[float]) -> list[int]:
+    """Whole weights of 1 to 1000 in proportion to speeds; all 1000 where speeds are equal within 0.5 %.
 
     Args:
         speeds: above 0, in any unit.
     """
     fastest = max(speeds)
     if fastest <= (1 + EQUAL_WITHIN) * min(speeds):
-        return None
+        return [_FASTEST] * len(speeds)
     return [max(1, round(_FASTEST * speed / fastest)) for speed in speeds]
 
 
-@functools.cache
 def device_speed(device: torch.device) -> float:
-    """Matrix products a second: bf16 on a GPU for 3 s, fp32 on a CPU for 0.3 s. Kept, so that all engines of a
-    process have the same. Nothing stays allocated, and no random state is touched.
+    """Matrix products a second: bf16 on a GPU for about 3 s, fp32 on a CPU for about 0.3 s. The matrices' memory is
+    given back; cuBLAS's workspace stays, which it takes for a process's first product. No random state is touched.
 
     Raises:
         torch.cuda.OutOfMemoryError: the device's memory is too small for the matrices.
+        RuntimeError: another error of CUDA or cuBLAS, which has no room for its workspace, say.
     """
     speed = _speed(device)
     if device.type == "cuda":

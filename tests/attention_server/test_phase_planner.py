@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,11 +19,12 @@ from transformers import LlamaConfig
 from deepspeed_distca.attention_server.phase_planner import LINEAR_WORK, PhasePlanner, PlannedPhase, PlanOptions
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.integrations.plan_options import linear_flops, plan_options
-from deepspeed_distca.layout import Layout
+from deepspeed_distca.layout import Layout, Segment
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
 from tests.integrations.lone_server import lone_server
+from tests.scheduler.strategies import layouts
 
 MODEL = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
 FLOPS = linear_flops(MODEL)
@@ -88,6 +92,57 @@ def test_without_speeds_attention_alone_is_balanced(lengths, phase, min_gain) ->
         seconds = free.exposed + float((tasks.loads / 1e15).max())
         gain = (before - seconds) / (linear + before)
         assert abs(gain - min_gain) < 1e-12 or moved == (gain > min_gain)
+
+
+@st.composite
+def equally_filled(draw) -> Layout:
+    """Ranks with the same number of tokens each, in documents whose borders may lie inside a rank's row."""
+    tokens, ranks = draw(st.integers(1, 40000)), draw(st.integers(2, 5))
+    borders = draw(st.sets(st.integers(1, tokens * ranks), max_size=12)) | {0, tokens * ranks}
+    whole = draw(st.booleans())  # documents end where rows do
+    borders |= set(range(0, tokens * ranks, tokens)) if whole else set()
+    rows: list[list[Segment]] = [[] for _ in range(ranks)]
+    for document, (start, end) in enumerate(itertools.pairwise(sorted(borders))):
+        for rank in range(start // tokens, -(-end // tokens)):
+            first, last = max(start, rank * tokens), min(end, (rank + 1) * tokens)
+            rows[rank].append(Segment(document, first - start, last - first))
+    return Layout.from_ranks(rows)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    equally_filled(),
+    st.sampled_from([None, 3000]),
+    st.sampled_from(PHASES),
+    st.sampled_from([0.0, 0.01, 0.04, 0.15]),
+    st.sampled_from([0, FLOPS]),
+)
+def test_equal_speeds_of_ranks_with_equal_tokens_plan_as_none_do(layout, window, phase, min_gain, flops) -> None:
+    options = dict(window=window, min_gain=min_gain, linear_flops=flops)
+    without, equal = (planned(layout, weights, phase, **options) for weights in (None, (1000,) * layout.num_ranks))
+    assert len(set(equal.weights)) == 1 and equal.digest == without.digest
+    assert equal.exposed == pytest.approx(without.exposed, abs=1e-12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    LENGTHS.map(Layout.from_lengths) | layouts(ranks=st.integers(2, 5)),
+    st.none() | SPEEDS,
+    st.sampled_from([None, 3000]),
+    st.sampled_from(PHASES),
+    st.floats(0.001, 0.7),
+    st.sampled_from([0, 20_000, FLOPS]),
+    st.booleans(),
+)
+def test_what_is_not_searched_would_have_stayed_at_home(layout, speeds, window, phase, min_gain, flops, free) -> None:
+    """A plan is the same without the bound that saves the search."""
+    weights = tuple(speeds[: layout.num_ranks]) if speeds else None
+    options = dict(cost=FREE if free else NVLINK, window=window, min_gain=min_gain, linear_flops=flops)
+    plan = planned(layout, weights, phase, **options)
+    with mock.patch.object(PhasePlanner, "_least", return_value=-math.inf):
+        searched = planned(layout, weights, phase, **options)
+    assert plan.digest == searched.digest and plan.exposed == searched.exposed
+    assert np.array_equal(plan.sent, searched.sent) and plan.weights == searched.weights
 
 
 @pytest.mark.parametrize("phase", PHASES)

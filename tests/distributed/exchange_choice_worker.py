@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from datetime import timedelta
 from unittest import mock
@@ -12,6 +14,9 @@ import torch.distributed as dist
 
 from deepspeed_distca.attention_server import exchange_choice
 from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
+
+NO_MEMORY = "RuntimeError: CUDA driver error: out of memory"
+NO_ACCESS = "RuntimeError: GPU 0 cannot access the memory of GPU 1"
 
 
 def agree() -> dict:
@@ -39,6 +44,11 @@ def agree() -> dict:
                 kind, group, torch.device("cuda", rank), timeout=10, staging_mib=1
             )
             found[name] = type(exchange).__name__
+        found["printed"] = {
+            f"{kind} {problem}": _printed(kind, problem, group, rank)
+            for kind in ("peer_copy", None)
+            for problem in (NO_MEMORY, NO_ACCESS)
+        }
     os.environ.pop("TORCH_SYMM_MEM_DISABLE_MULTICAST", None)
     with exchange_choice._without_multicast():
         found["inside"] = os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"]
@@ -49,3 +59,16 @@ def agree() -> dict:
     expected.start([((rank + 1) % 3, torch.full((3,), float(rank)))]).wait()
     found["arrived"] = into.tolist()
     return found
+
+
+def _printed(kind: str | None, problem: str, group: dist.ProcessGroup, rank: int) -> str:
+    """What this rank prints where peer copies cannot be had because of this."""
+    printed, cpu = io.StringIO(), torch.device("cpu")
+
+    def unopened(*_) -> tuple[None, str]:
+        return None, exchange_choice._agree(group, cpu, problem if rank == 1 else "")
+
+    with mock.patch.object(exchange_choice, "_open", unopened), contextlib.redirect_stdout(printed):
+        exchange = exchange_choice.make_exchange(kind, group, torch.device("cuda", rank), timeout=10, staging_mib=1536)
+    assert isinstance(exchange, PeerToPeerExchange)
+    return printed.getvalue()

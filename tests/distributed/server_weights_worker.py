@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import deepspeed
@@ -20,29 +21,43 @@ from tests.distributed.engine_worker import digest, documents_of, ds_config, ful
 
 def run(lengths: list[list[int]], fabricated: list[float], pinned: list[int]) -> dict:
     """One step each without weights, with measured ones, with measured ones of made-up speeds (one for each rank),
-    and with given ones; and the error where a rank cannot be measured."""
+    and with given ones; the errors where a rank cannot be measured, and how often this one was for an error and two
+    engines after it."""
     deepspeed.init_distributed("gloo")
     layout = Layout.from_lengths(lengths)
     outcomes = {"plain": _step(layout, {})}
     for name in ("measured", "again"):
         outcomes[name] = _step(layout, {"server_weights": "measured"})
     mine = fabricated[dist.get_rank()]
-    with mock.patch.object(speeds, "device_speed", lambda device: mine):
+    with _measuring(lambda device: mine):
         outcomes["fabricated"] = _step(layout, {"server_weights": "measured"})
     outcomes["pinned"] = _step(layout, {"server_weights": pinned})
-    return {"steps": outcomes, "full": _without_memory_on_rank_1(), "different": _asked_for_by_rank_0_alone()}
+    return {
+        "steps": outcomes,
+        "full": _failing_on_rank_1(torch.cuda.OutOfMemoryError("CUDA out of memory.")),
+        "cublas": _failing_on_rank_1(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED\nwhen calling")),
+        "different": _asked_for_by_rank_0_alone(),
+    }
 
 
-def _without_memory_on_rank_1() -> str:
-    """What an engine says whose rank 1 cannot be measured."""
+@contextlib.contextmanager
+def _measuring(device_speed: Callable[[torch.device], float]) -> Iterator[None]:
+    """Speeds are measured anew, by this."""
+    with mock.patch.object(speeds, "device_speed", device_speed), mock.patch.object(speeds, "_KEPT", {}):
+        yield
 
-    def device_speed(device: torch.device) -> float:
-        if dist.get_rank() == 1:
-            raise torch.cuda.OutOfMemoryError
-        return 1.0
 
-    with mock.patch.object(speeds, "device_speed", device_speed):
-        return _refusal("measured")
+def _failing_on_rank_1(error: RuntimeError) -> dict:
+    """What an engine says whose rank 1 cannot be measured, and how often this rank has been measured after that, after
+    another try that succeeds, and after the next engine."""
+    effects = [error if dist.get_rank() == 1 else 1.0, 2.0, 3.0]
+    measured, device = mock.Mock(side_effect=effects), torch.device("cpu")
+    with _measuring(measured):
+        said, counts = _refusal("measured"), [measured.call_count]
+        for _ in range(2):
+            assert speeds.speeds_of_ranks(device) == [2.0, 2.0]
+            counts.append(measured.call_count)
+    return {"said": said, "counts": counts}
 
 
 def _asked_for_by_rank_0_alone() -> str:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_distca.attention_server.exchange_choice import make_exchange
+from tests.distributed.exchange_choice_worker import NO_ACCESS, NO_MEMORY
 from tests.distributed.harness import run_ranks
 
 
@@ -20,6 +21,17 @@ def test_ranks_agree() -> None:
         assert found["all"] == "rank 0: problem 0"
         assert found["nodes"] == 1 and found["devices"] == [0, 1, 2]
         assert {found["asked"], found["some"], found["nobody"]} == {"PeerToPeerExchange"}
+        # A line of the first rank; unasked only about memory, since less of it would have done.
+        told = {case: text for case, text in found["printed"].items() if text}
+        assert set(told) == (
+            set() if rank else {f"peer_copy {NO_MEMORY}", f"peer_copy {NO_ACCESS}", f"None {NO_MEMORY}"}
+        )
+        for case, text in told.items():
+            problem = case.split(" ", 1)[1]
+            remedy = " (a `staging_mib` below 1536 may fit)" if problem == NO_MEMORY else ""
+            assert text == (
+                f"distca: no exchange by peer copies: rank 1: {problem}{remedy}; NCCL's sends and receives are used\n"
+            )
         assert found["inside"] == "1" and found["outside"] is None
         assert found["arrived"] == [float((rank - 1) % 3)] * 3
 

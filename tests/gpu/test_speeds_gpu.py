@@ -20,6 +20,6 @@ def test_nothing_is_left_behind() -> None:
     state = torch.cuda.get_rng_state(device)
     speed = device_speed(device)
     print(f"{speed:.1f} products a second")
-    assert speed > 1 and device_speed(device) == speed
+    assert speed > 1
     assert torch.cuda.memory_allocated(device) == before and torch.cuda.memory_reserved(device) == reserved
     assert torch.equal(torch.cuda.get_rng_state(device), state)

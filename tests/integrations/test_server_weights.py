@@ -11,6 +11,7 @@ import torch
 from deepspeed_distca.config import DistCAConfigError, parse_config
 from deepspeed_distca.integrations import server_weights
 from deepspeed_distca.integrations.server_weights import agreed_weights, weights_of_servers
+from deepspeed_distca.profiling.speeds import UnmeasuredError
 
 CPU = torch.device("cpu")
 MEASURED = {"server_weights": "measured"}
@@ -18,10 +19,10 @@ MEASURED = {"server_weights": "measured"}
 
 @pytest.fixture
 def agree(monkeypatch):
-    """agreed_weights with these speeds of all ranks; None: nothing may be measured."""
+    """agreed_weights with these speeds of all ranks, or this error; None: nothing may be measured."""
 
-    def call(speeds: list[float] | None, groups: list[list[int]], servers: int, block=MEASURED, rank: int = 0):
-        given = mock.Mock(return_value=speeds, side_effect=None if speeds else AssertionError("measured"))
+    def call(speeds, groups: list[list[int]], servers: int, block=MEASURED, rank: int = 0):
+        given = mock.Mock(side_effect=[speeds] if speeds else AssertionError("measured"))
         monkeypatch.setattr(server_weights, "speeds_of_ranks", given)
         monkeypatch.setattr(server_weights.dist, "get_rank", lambda: rank)
         monkeypatch.setattr(server_weights, "_everyones", lambda answer, device: [answer] * sum(map(len, groups)))
@@ -37,10 +38,13 @@ def test_measured_weights_and_the_line_that_repeats_them(agree, capsys) -> None:
         '"server_weights": [1000, 972] repeats this run with the same plans\n'
     )
     assert agree([640.0, 622.0], [[0, 1]], 2, rank=1) == [1000, 972]
-    assert agree([640.0, 639.0], [[0, 1]], 2, rank=1) is None
+    assert agree([640.0, 639.0], [[0, 1]], 2, rank=1) == [1000, 1000]
     assert capsys.readouterr().out == ""
-    assert agree([640.0, 639.0], [[0, 1]], 2) is None
-    assert "equal within 0.5%; a run without `server_weights` has the same plans" in capsys.readouterr().out
+    assert agree([640.0, 639.0], [[0, 1]], 2) == [1000, 1000]
+    assert capsys.readouterr().out == (
+        "distca: measured speeds 1.0000, 0.9984 of the fastest device (640.0 matrix products a second): equal within "
+        '0.5%; "server_weights": [1000, 1000] repeats this run with the same plans\n'
+    )
 
 
 def test_groups_of_servers_take_their_ranks_part(agree) -> None:
@@ -61,7 +65,11 @@ def test_nothing_is_measured_where_nothing_depends_on_it(agree) -> None:
     assert agree(None, [[0, 1]], 2, {}) is None
 
 
-def test_a_device_without_memory_is_an_error_on_every_rank(agree) -> None:
-    for rank in range(2):
-        with pytest.raises(DistCAConfigError, match=r"ranks \[1\] have no 400 MiB left.*as a list"):
-            agree([640.0, 0.0], [[0, 1]], 2, rank=rank)
+@pytest.mark.parametrize(
+    ("reason", "end"),
+    [("", "whole numbers"), ("RuntimeError: no room", "whole numbers. On this rank: RuntimeError: no room")],
+)
+def test_a_device_that_cannot_be_measured(agree, reason, end) -> None:
+    with pytest.raises(DistCAConfigError, match=r"ranks \[1\] could not be measured.*400 MiB.*as a list") as caught:
+        agree(UnmeasuredError([1], reason), [[0, 1]], 2)
+    assert str(caught.value).endswith(end)

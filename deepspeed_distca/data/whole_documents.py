@@ -189,15 +189,13 @@ class _Batch:
         shares = [sum(self._weights[rank] for rank in half) for half in halves]
         target = self._work(documents) * shares[0] // max(1, sum(shares))
         best: tuple[int, tuple[list[int], list[int]]] | None = None
-        for size in _POOLS:
+        for size in dict.fromkeys(min(size, len(documents)) for size in _POOLS):
             if best is not None and best[0] * 100 <= target:
                 break
             parts = self._split_with(documents, halves, target, size)
             if parts is not None:
                 error = abs(self._work(parts[0]) - target)
                 best = min(best or (error, parts), (error, parts), key=lambda found: found[0])
-            if len(documents) <= size:
-                break
         return best and best[1]
 
     def _split_with(

@@ -124,6 +124,10 @@ def test_long_ranks_choose_among_fewer_documents() -> None:
     lengths, budgets = np.concatenate(packs).tolist(), [int(pack.sum()) for pack in packs]
     divided = divide(lengths, budgets, work, [1] * 8)
     assert [sum(lengths[d] for d in rank) for rank in divided] == budgets
+    # Fewer documents than a pool has, and still too many tokens for one table.
+    lengths = [55000, 60000, 65000, 70000] * 5
+    divided = divide(lengths, [625000] * 2, work, [1] * 2)
+    assert [sum(lengths[d] for d in rank) for rank in divided] == [625000] * 2
 
 
 @pytest.mark.parametrize("with_tokens", [slice(0, 4), slice(0, 8, 2)])

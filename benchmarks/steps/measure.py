@@ -198,7 +198,8 @@ def begin(engine, variant: Variant, args: argparse.Namespace, reserved: list[flo
 
 
 def keep_busy(device: torch.device) -> None:
-    """Matrix products on a GPU, for BUSY_SECONDS: after a pause it runs faster than its power limit lasts."""
+    """Matrix products on a GPU, for BUSY_SECONDS: after a pause its clock is higher than its power limit allows for
+    long."""
     if device.type != "cuda":
         return
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.profiling.speeds import EQUAL_WITHIN, UnmeasuredError, speeds_of_ranks, weights_of
+from deepspeed_distca.scheduler.shares import MAX_WEIGHT
 
 
 def agreed_weights(
@@ -69,10 +70,10 @@ def weights_of_servers(given: Sequence[int] | None, ranks: int, servers: int, ra
     if given is None:
         return None
     groups = [given[i : i + servers] for i in range(0, len(given), servers)]
-    if len(given) != ranks or not all(0 <= w <= 10**6 for w in given) or not all(any(group) for group in groups):
+    if len(given) != ranks or not all(0 <= w <= MAX_WEIGHT for w in given) or not all(any(group) for group in groups):
         raise DistCAConfigError(
-            f"`{BLOCK}.server_weights` was given {given}; allowed: one whole number of 0 to 1000000 for each of the "
-            f"{ranks} data-parallel ranks, not all 0 among the {servers} ranks that share their work"
+            f"`{BLOCK}.server_weights` was given {given}; allowed: one whole number of 0 to {MAX_WEIGHT} for each of "
+            f"the {ranks} data-parallel ranks, not all 0 among the {servers} ranks that share their work"
         )
     return tuple(groups[rank // servers]) if servers > 1 else None
 

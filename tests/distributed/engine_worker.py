@@ -189,6 +189,23 @@ def train_cases(cases: list[dict]) -> list[dict]:
     return [train_once(**case) for case in cases]
 
 
+def backward(engine, batch: dict, expected_loss: float, expected: dict[str, torch.Tensor]) -> dict:
+    """Forward and backward of one micro-batch, without a step: the mean loss over ranks, what it was to be, the
+    largest relative error of a parameter's gradient, and a digest of the loss and all gradients."""
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    gradients = full_gradients(engine)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    errors = [float((gradients[n] - g).norm() / g.norm().clamp_min(1e-6)) for n, g in expected.items()]
+    return {
+        "loss": float(total) / dist.get_world_size(),
+        "expected": expected_loss,
+        "gradient_error": max(errors),
+        "digest": digest([total, *gradients.values()]),
+    }
+
+
 def train_grouped(lengths: list[list[int]], servers: int) -> dict:
     """One step over groups of servers, through the collator; errors against the documents run alone."""
     deepspeed.init_distributed("gloo")
@@ -199,18 +216,8 @@ def train_grouped(lengths: list[list[int]], servers: int) -> dict:
     block = {"servers": servers, "granularity": 8}
     engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, block))
     features = [{"input_ids": d} for d in documents[dist.get_rank()]]
-    loss = engine(**deepspeed_distca.PackedSequenceCollator()(features)).loss
-    engine.backward(loss)
-    gradients = full_gradients(engine)
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    errors = [float((gradients[n] - g).norm() / g.norm().clamp_min(1e-6)) for n, g in expected.items()]
-    return {
-        "loss": float(total) / dist.get_world_size(),
-        "expected": expected_loss,
-        "gradient_error": max(errors),
-        "servers": len(engine.distca.stats.predicted_server_seconds),
-    }
+    outcome = backward(engine, deepspeed_distca.PackedSequenceCollator()(features), expected_loss, expected)
+    return {**outcome, "servers": len(engine.distca.stats.predicted_server_seconds)}
 
 
 def loss_curves(steps: int, **options) -> dict:

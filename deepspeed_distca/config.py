@@ -75,9 +75,9 @@ class DistCAConfig(DeepSpeedConfigModel):
     and a line says so if `staging_mib` did not fit into memory; "nccl" with pipelines. """
 
     staging_mib: int = Field(1536, ge=1)
-    """ MiB of every GPU's memory that `exchange` "peer_copy" sets aside, divided among the other servers. A server's
-    part should hold what it is sent in a layer's backward: rows beyond it travel in several goes, and those hardly
-    while attention runs. """
+    """ MiB of every GPU's memory that `exchange` "peer_copy" sets aside, divided among the other servers by what each
+    micro-batch sends them. It should hold what a GPU sends in a layer's backward: rows beyond it travel in several
+    goes, and those hardly while attention runs. """
 
     cost_model: str | None = Field(None, min_length=1)
     """ A stored cost model (`ds_distca profile --save FILE`) by which tasks are weighed; rank 0 reads it. Left out:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -53,6 +54,14 @@ class Exchange(Protocol):
 
         Args:
             sends: whether this rank will send anything in that exchange.
+        """
+
+    def for_sizes(self, sizes: np.ndarray) -> Exchange:
+        """The same exchange with its memory divided for what it is about to move. Only between exchanges, and the
+        same on every rank, from one exchange to the next.
+
+        Args:
+            sizes: bytes from each rank to each at a time, int64 [sender, receiver]; more is moved too, but slower.
         """
 
 
@@ -103,6 +112,10 @@ class PeerToPeerExchange:
             works += self._start(*then)
             keep += [*then[0], *then[1]]
         return _Works(works, keep) if works else Done()
+
+    def for_sizes(self, sizes: np.ndarray) -> PeerToPeerExchange:
+        """See :class:`Exchange`. It has no memory of its own."""
+        return self
 
     def expect(self, receives: Messages, *, sends: bool) -> Expected:
         """See :class:`Exchange`. One launch holds all sends and receives, so nothing starts before the sends."""

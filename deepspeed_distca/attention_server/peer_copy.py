@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows between GPUs of one node by copy engines: no communication kernel takes multiprocessors from attention.
 
-Every rank has staging memory that its peers can read. A sender packs rows into slots there, on the caller's own
-stream as far as they fit: that is a copy within the device's memory, at a time when no kernel competes with it. Then a
-stream of its own tells the receiver. The receiver waits for that on another stream, pulls the rows over the link to
-where they are wanted, and tells the sender that the slots are free. Both wait with the driver's stream memory
-operations, so neither waiting nor pulling needs a multiprocessor.
+Every rank has staging memory that its peers can read, divided among them in proportion to what a micro-batch's plan
+sends them. A sender packs rows into slots there, on the caller's own stream as far as they fit: that is a copy within
+the device's memory, at a time when no kernel competes with it. Then a stream of its own tells the receiver. The
+receiver waits for that on another stream, pulls the rows over the link to where they are wanted, and tells the sender
+that the slots are free. Both wait with the driver's stream memory operations, so neither waiting nor pulling needs a
+multiprocessor.
 
 Unlike a receive over NCCL, pulling is not ordered behind the receiver's own computation: only behind what the caller
 had queued when it named the destinations. With :meth:`PeerCopyExchange.expect` that is before a rank's tasks at home,
@@ -17,6 +18,7 @@ over after the time limit, as NCCL's watchdog does.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
@@ -25,11 +27,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.device_streams import Streams
 from deepspeed_distca.attention_server.exchange import Done, Expected, Messages, Pending, Round
-from deepspeed_distca.attention_server.peer_slots import ALIGNMENT, Operation, PeerSlots
+from deepspeed_distca.attention_server.peer_rings import divide
+from deepspeed_distca.attention_server.peer_slots import Operation, PeerSlots
 
 #: Slots of each ordered pair of ranks.
 SLOTS = 8
@@ -72,13 +76,19 @@ class PeerCopyExchange:
         keep: object = None,
     ) -> None:
         world = len(memory)
-        slot = (size - header_bytes(world)) // max(1, world - 1) // SLOTS // ALIGNMENT * ALIGNMENT
-        if slot < ALIGNMENT:
-            raise ValueError(f"staging memory of {size} bytes is too small for {world} ranks")
         self._streams, self._rank, self._memory = streams, rank, list(memory)
-        self._header, self._slots = header_bytes(world), PeerSlots(slot, SLOTS)
+        self._header = header_bytes(world)
+        self._area = size - self._header
+        self._rings = divide(self._area, SLOTS, [[0] * world] * world)
+        self._slots = PeerSlots(rank, self._rings)
         self._pack_beside, self._keep = pack_beside, keep
         self._watch = _Watch(timeout, f"rank {rank} of {world}")
+
+    def for_sizes(self, sizes: np.ndarray) -> PeerCopyExchange:
+        """See :class:`Exchange`: every rank's memory is divided in proportion to what it sends to each."""
+        other = copy.copy(self)  # the same streams, memory and counts
+        other._rings = divide(self._area, SLOTS, sizes.tolist())
+        return other
 
     def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:
         """See :class:`Exchange`."""
@@ -120,11 +130,12 @@ class PeerCopyExchange:
         held = False
         for i, (out, into) in enumerate(((sends, receives), then or ((), ()))):
             out, into = ([(peer, _whole(tensor)) for peer, tensor in messages] for messages in (out, into))
-            operations = self._slots.operations(_sizes(out), _sizes(into))
+            changed = self._change_rings() if any(size for _, size in _sizes(out)) else False
+            operations = self._slots.operations(self._rings, _sizes(out), _sizes(into))
             early = [op for op in operations if op.packs and op.round == 0 and i == 0 and not self._pack_beside]
             late = operations[len(early) :]
             if early:
-                self._pack_now(early, out)
+                self._pack_now(early, out, changed)
             if any(op.packs for op in late):
                 streams.hold(streams.outbox, streams.record(streams.current()) if ready is None else ready)
                 if i and pulled is not None:
@@ -148,11 +159,19 @@ class PeerCopyExchange:
         self._watch.add(pending)
         return pending
 
-    def _pack_now(self, operations: list[Operation], messages: Messages) -> None:
+    def _change_rings(self) -> bool:
+        """Packs into this exchange's rings from now on: the outbox waits until the former ones are empty. Whether
+        there was something to wait for."""
+        full = self._slots.change(self._rings)
+        for peer, count in full:
+            self._streams.wait_until(self._streams.outbox, self._flag(self._rank, 1, peer), count)
+        return bool(full)
+
+    def _pack_now(self, operations: list[Operation], messages: Messages, changed: bool) -> None:
         """Packs on the caller's stream; the slots are free once the outbox has seen it."""
         streams = self._streams
         current = streams.current()
-        if any(op.number >= SLOTS for op in operations):
+        if changed or any(op.number >= SLOTS for op in operations):
             for op in operations:
                 self._wait_for_slot(op)
             streams.hold(current, streams.record(streams.outbox))
@@ -192,9 +211,7 @@ class PeerCopyExchange:
         return self._memory[owner] + (2 * peer + which) * _FLAG_BYTES
 
     def _slot(self, sender: int, receiver: int, number: int) -> int:
-        ring = receiver - (receiver > sender)
-        slot = ring * SLOTS + number % SLOTS
-        return self._memory[sender] + self._header + slot * self._slots.slot_bytes
+        return self._memory[sender] + self._header + self._rings.slot(sender, receiver, number)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ Every ordered pair of ranks (sender, receiver) has a ring of slots of equal size
 the sender has for the receiver in one exchange is laid end to end and cut into chunks of at most a slot. Chunks are
 numbered over the life of the pair, on both sides alike, since both list the same messages; chunk n lies in slot
 n modulo the number of slots. The sender packs a chunk into its slot and says so; the receiver pulls it to where it is
-wanted and says so. Packing chunk n waits until chunk n - slots has been pulled.
+wanted and says so. Packing chunk n waits until chunk n - slots has been pulled. An exchange may have other rings than
+the one before; then a rank's first packing waits until everything that it packed before has been pulled.
 
 No order of waits can close a circle. An exchange goes in rounds of as many chunks per pair as there are slots, and
 within a round every rank packs before it pulls. So packing waits for pulls of an earlier round, or an earlier
@@ -20,8 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-#: Bytes to whose multiples the messages' places in a slot are rounded up.
-ALIGNMENT = 256
+from deepspeed_distca.attention_server.peer_rings import ALIGNMENT, Rings
 
 Sizes = Sequence[tuple[int, int]]
 
@@ -56,40 +56,52 @@ class Operation:
 
 
 class PeerSlots:
-    """Counts the chunks between this rank and its peers.
+    """Counts the chunks between a rank and its peers.
 
     Args:
-        slot_bytes: size of a slot, a multiple of ``ALIGNMENT``.
-        slots: of each pair.
+        rank: this one.
+        rings: in which it packs at first.
     """
 
-    def __init__(self, slot_bytes: int, slots: int) -> None:
-        if slot_bytes < ALIGNMENT or slot_bytes % ALIGNMENT or slots < 1:
-            raise ValueError(
-                f"{slots} slots of {slot_bytes} bytes; allowed: at least one, of a multiple of {ALIGNMENT}"
-            )
-        self.slot_bytes, self.slots = slot_bytes, slots
+    def __init__(self, rank: int, rings: Rings) -> None:
+        self._rank, self._rings = rank, rings
         self._packed: defaultdict[int, int] = defaultdict(int)
         self._pulled: defaultdict[int, int] = defaultdict(int)
 
-    def operations(self, sends: Sizes, receives: Sizes) -> list[Operation]:
+    def change(self, rings: Rings) -> list[tuple[int, int]]:
+        """From now on this rank packs into these rings.
+
+        Returns:
+            Peers, and how many chunks each must have pulled before: none if the rings are the same.
+        """
+        before, self._rings = self._rings, rings
+        return [] if rings == before else list(self._packed.items())
+
+    def operations(self, rings: Rings, sends: Sizes, receives: Sizes) -> list[Operation]:
         """The operations of an exchange, in the order in which they are to be queued.
 
         Args:
+            rings: the same on all ranks.
             sends, receives: peer and bytes of each message; between two ranks both list them in the same order.
         """
-        both = [*self._chunks(True, sends, self._packed), *self._chunks(False, receives, self._pulled)]
+        out, into = rings.slot_bytes[self._rank], [row[self._rank] for row in rings.slot_bytes]
+        both = [
+            *self._chunks(True, sends, self._packed, out, rings.slots),
+            *self._chunks(False, receives, self._pulled, into, rings.slots),
+        ]
         # Within a round the first chunks of all peers, then the second ones: peers are served side by side.
-        return sorted(both, key=lambda op: (op.round, not op.packs, op.number - op.round * self.slots))
+        return sorted(both, key=lambda op: (op.round, not op.packs, op.number - op.round * rings.slots))
 
-    def _chunks(self, packs: bool, messages: Sizes, counts: defaultdict[int, int]) -> Iterable[Operation]:
+    def _chunks(
+        self, packs: bool, messages: Sizes, counts: defaultdict[int, int], slot_bytes: Sequence[int], slots: int
+    ) -> Iterable[Operation]:
         by_peer: dict[int, list[tuple[int, int]]] = {}
         for message, (peer, size) in enumerate(messages):
             if size:
                 by_peer.setdefault(peer, []).append((message, size))
         for peer, mine in by_peer.items():
-            for i, pieces in enumerate(cut(mine, self.slot_bytes)):
-                yield Operation(packs, peer, counts[peer], i // self.slots, pieces)
+            for i, pieces in enumerate(cut(mine, slot_bytes[peer])):
+                yield Operation(packs, peer, counts[peer], i // slots, pieces)
                 counts[peer] += 1
 
 

@@ -56,6 +56,7 @@ class PlannedPhase:
         tasks: of all servers.
         part: this rank's.
         sent: bytes that each rank sends in all the layers, int64 [num_ranks].
+        largest: bytes from each rank to each in one layer, out or back, whichever is more, int64 [sender, receiver].
         digest: of the tasks.
         exposed: predicted seconds of all the layers in which transfers are not covered by tasks; 0 if not asked for.
         weights: by which attention was to be spread over the servers; None is equal parts.
@@ -67,6 +68,7 @@ class PlannedPhase:
     tasks: Tasks
     part: ServerPlan
     sent: np.ndarray
+    largest: np.ndarray
     digest: int
     exposed: float
     weights: tuple[int, ...] | None = None
@@ -99,9 +101,11 @@ class PhasePlanner:
         weights = self._weights(layout, phase, home.loads)
         tasks, compiler, exposed = self._tasks(layout, window, phase, home, weights, weigh)
         part = ServerPlan(compiler.rank(self._server))
-        sent = layers * compiler.bytes_sent(self._cost.heads, phase)
+        out, back = compiler.bytes_between(self._cost.heads, phase)
+        sent = layers * (out + back).sum(axis=1)
         value = digest(layout, tasks, phase=phase, window=window).value
-        return PlannedPhase(phase, window, layers, tasks, part, sent, value, layers * exposed, weights)
+        largest = np.maximum(out, back)
+        return PlannedPhase(phase, window, layers, tasks, part, sent, largest, value, layers * exposed, weights)
 
     def _tasks(
         self,

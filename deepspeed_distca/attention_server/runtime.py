@@ -133,8 +133,9 @@ class AttentionServer:
         if self._check_plan and everyone.layout.num_ranks > 1:
             self._agreement.same(fingerprint(*(p.digest for p in planned), favoured), "the plan of a micro-batch")
         self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
+        exchange = self._exchange.for_sizes(np.maximum.reduce([p.largest for p in planned]))
         plans = {
-            window: LayerPlan(*(p.part for p in planned if p.window == window), self._exchange, self._side)
+            window: LayerPlan(*(p.part for p in planned if p.window == window), exchange, self._side)
             for window in self._layers
         }
         if everyone.step_targets is None:
@@ -198,7 +199,7 @@ class AttentionServer:
         cuts = row_cuts(layout, self._granularity)
         crossing = has_crossing(layout, cuts)
         layers = {
-            window: nano_layer_plan(plan.forward, plan.backward, self._exchange, cuts, window, crossing)
+            window: nano_layer_plan(plan.forward, plan.backward, plan.exchange, cuts, window, crossing)
             for window, plan in plans.items()
         }
         return PingPongPlan(int(cuts[self._server]), int(layout.tokens[self._server]), layers, self._kernel)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.exchange import Exchange, Expected, Messages, Pending, Round
@@ -174,6 +175,10 @@ class TimedExchange:
     def early(self) -> bool:
         """See :class:`Exchange`."""
         return self._exchange.early
+
+    def for_sizes(self, sizes: np.ndarray) -> TimedExchange:
+        """See :class:`Exchange`."""
+        return TimedExchange(self._exchange.for_sizes(sizes), self._timer)
 
     def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:
         """See :class:`Exchange`."""

@@ -198,10 +198,6 @@ class PlanCompiler:
         np.add.at(out, (home, server), -rows * heads.kv_bytes)
         return out, back
 
-    def bytes_sent(self, heads: Heads, phase: str) -> np.ndarray:
-        """Bytes that each rank sends in one layer, as home and as server, int64 [num_ranks]."""
-        return sum(size.sum(axis=1) for size in self.bytes_between(heads, phase))
-
     def loads(self, cost: TaskCost) -> tuple[np.ndarray, np.ndarray]:
         """Cost of each server's tasks in place and in its workspace, int64 [num_ranks] each.
 

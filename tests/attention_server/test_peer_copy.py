@@ -5,12 +5,17 @@ late, and no order of waits ends in a deadlock, however small the slots and even
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deepspeed_distca.attention_server.peer_copy import SLOTS, PeerCopyExchange, header_bytes
-from deepspeed_distca.attention_server.peer_slots import ALIGNMENT, PeerSlots, cut
+from deepspeed_distca.attention_server.peer_rings import ALIGNMENT, Rings, divide
+from deepspeed_distca.attention_server.peer_slots import PeerSlots, cut
 from tests.attention_server.simulated_streams import SimulatedStreams, run_all
 
 
@@ -28,6 +33,10 @@ class Group:
             for rank, device in enumerate(self.devices)
         ]
         self.alive: list = []
+
+    def for_sizes(self, sizes: np.ndarray) -> None:
+        """What follows is a plan that moves so much."""
+        self.exchanges = [exchange.for_sizes(sizes) for exchange in self.exchanges]
 
 
 def staging(world: int, slot: int) -> int:
@@ -102,6 +111,12 @@ def play(group: Group, messages: list, *, relayed: list = (), early: bool = Fals
     return wrong
 
 
+def random_sizes(rng: random.Random, world: int) -> np.ndarray:
+    """Bytes from each rank to each, as a plan may have them, far apart from each other."""
+    sizes = [[rng.choice([0, 1, 1000, 10**9]) for _ in range(world)] for _ in range(world)]
+    return np.array(sizes, dtype=np.int64)
+
+
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("pack_beside", [False, True])
 @pytest.mark.parametrize("seed", range(12))
@@ -112,7 +127,10 @@ def test_random_exchanges(seed: int, single: bool, pack_beside: bool) -> None:
     slot = ALIGNMENT * rng.choice([1, 2, 7])
     group = Group(world, staging(world, slot), single, pack_beside)
     wrong = []
+    plans = [random_sizes(rng, world) for _ in range(3)]
     for _ in range(25):
+        if rng.random() < 0.3:
+            group.for_sizes(rng.choice(plans))
         messages = random_messages(rng, world, 25 * slot, rng.choice([0.3, 1.0]))
         relayed = []
         if rng.random() < 0.5:
@@ -161,6 +179,26 @@ def test_pull_does_not_wait_for_what_is_queued_after_the_destinations_were_named
     del pending, server
 
 
+def test_other_rings_wait_until_the_former_are_empty() -> None:
+    """Rank 1 has not pulled yet what lies in its ring, where rank 2's ring of the next plan begins."""
+    group = Group(3, staging(3, 4 * ALIGNMENT), single=False)
+    first = torch.full((SLOTS * 7 * ALIGNMENT,), 1, dtype=torch.uint8)  # all of its ring
+    second = torch.full((64,), 2, dtype=torch.uint8)
+    into = [torch.zeros_like(first), torch.zeros_like(second)]
+    group.for_sizes(np.array([[0, 1000, 0], [0, 0, 0], [0, 0, 0]]))
+    group.exchanges[0].start([(1, first)], []).wait()
+    group.for_sizes(np.array([[0, 0, 1000], [0, 0, 0], [0, 0, 0]]))
+    group.exchanges[0].start([(2, second)], []).wait()
+    group.exchanges[2].start([], [(0, into[1])]).wait()
+    with pytest.raises(AssertionError, match="deadlock"):
+        run_all(group.devices, random.Random(0))
+    assert not into[1].any()
+    group.exchanges[1]._rings = divide(group.exchanges[1]._area, SLOTS, [[0, 1000, 0], [0, 0, 0], [0, 0, 0]])
+    group.exchanges[1].start([], [(0, into[0])]).wait()
+    run_all(group.devices, random.Random(0))
+    assert torch.equal(into[0], first) and torch.equal(into[1], second)
+
+
 def test_a_missing_peer_can_be_given_up() -> None:
     group = Group(3, staging(3, ALIGNMENT), single=False)
     into = torch.zeros(100, dtype=torch.uint8)
@@ -186,8 +224,36 @@ def test_errors_name_what_was_given() -> None:
         group.exchanges[0].expect([], sends=False).start([(1, torch.zeros(4))])
     with pytest.raises(ValueError, match="too small for 2 ranks"):
         PeerCopyExchange(group.devices[0], 0, [0, 0], header_bytes(2) + 100, timeout=None)
-    with pytest.raises(ValueError, match="multiple of"):
-        PeerSlots(100, 2)
+
+
+@given(
+    world=st.integers(1, 6),
+    slots=st.integers(1, 9),
+    spare=st.integers(0, 10**7),
+    data=st.data(),
+)
+def test_rings_lie_beside_each_other_and_in_proportion(
+    world: int, slots: int, spare: int, data: st.DataObject
+) -> None:
+    area = max(1, world - 1) * slots * ALIGNMENT + spare
+    sizes = data.draw(st.lists(st.lists(st.sampled_from([0, 1, 70, 10**6, 3 * 10**9]), min_size=world, max_size=world),
+                               min_size=world, max_size=world))  # fmt: skip
+    rings = divide(area, slots, sizes)
+    for sender, row in enumerate(sizes):
+        others = [r for r in range(world) if r != sender]
+        total = sum(row[r] for r in others)
+        taken = sorted(
+            (rings.slot(sender, r, n), rings.slot(sender, r, n) + rings.slot_bytes[sender][r])
+            for r in others
+            for n in range(7 * slots, 8 * slots)
+        )
+        assert all(end <= start for (_, end), (start, _) in pairwise(taken))
+        assert not taken or (taken[0][0] >= 0 and taken[-1][1] <= area)
+        for r in others:
+            slot = rings.slot_bytes[sender][r]
+            share = row[r] / total if total else 1 / len(others)
+            assert slot % ALIGNMENT == 0 and slot >= ALIGNMENT
+            assert abs(slots * slot - spare * share) <= 2 * slots * ALIGNMENT
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -208,9 +274,10 @@ def test_chunks_hold_every_byte_once(seed: int) -> None:
 
 def test_both_sides_number_chunks_alike() -> None:
     rng = random.Random(3)
-    here, there = PeerSlots(ALIGNMENT, 2), PeerSlots(ALIGNMENT, 2)
+    rings = [Rings(2, ((0, 0), (0, 0)), ((0, there), (back, 0))) for there, back in ((256, 512), (768, 256))]
+    here, there = PeerSlots(0, rings[0]), PeerSlots(1, rings[0])
     for _ in range(20):
-        sizes = [rng.randint(0, 900) for _ in range(3)]
-        packs = here.operations([(1, s) for s in sizes], [])
-        pulls = there.operations([], [(0, s) for s in sizes])
+        sizes, ring = [rng.randint(0, 900) for _ in range(3)], rng.choice(rings)
+        packs = here.operations(ring, [(1, s) for s in sizes], [])
+        pulls = there.operations(ring, [], [(0, s) for s in sizes])
         assert [(op.number, op.round, op.pieces) for op in packs] == [(op.number, op.round, op.pieces) for op in pulls]

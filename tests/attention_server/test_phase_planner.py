@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -16,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from deepspeed_distca.attention_server.agreement import GlobalMicroBatch
 from deepspeed_distca.attention_server.phase_planner import LINEAR_WORK, PhasePlanner, PlannedPhase, PlanOptions
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.integrations.plan_options import linear_flops, plan_options
@@ -23,7 +23,8 @@ from deepspeed_distca.layout import Layout, Segment
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
-from tests.integrations.lone_server import lone_server
+from deepspeed_distca.scheduler.plan import PlanCompiler
+from tests.integrations.lone_server import NoExchange, lone_server
 from tests.scheduler.strategies import layouts
 
 MODEL = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
@@ -196,7 +197,7 @@ def test_a_server_of_weight_0_computes_nothing_whatever_that_costs() -> None:
 def test_a_plan_that_is_followed_shows_a_balance_of_1(weights) -> None:
     layout = Layout.from_lengths([[65536], [4096] * 16])
     options = PlanOptions(0.0, 128, None, None, weights, linear_flops=FLOPS)
-    server = lone_server(NVLINK, options, SimpleNamespace(early=False))
+    server = lone_server(NVLINK, options)
     server.plan_tick("forward", [(layout, None, 1)], note=True)
     stats = server.planned
     assert stats.balance_before > 1.5 and stats.balance_after == pytest.approx(1.0, abs=2e-3)
@@ -206,10 +207,25 @@ def test_a_plan_that_is_followed_shows_a_balance_of_1(weights) -> None:
 def test_a_batch_that_stays_at_home_shows_how_late_the_last_is() -> None:
     layout, weights = Layout.from_lengths([[65536], [65536]]), (1000, 900)
     options = PlanOptions(0.005, 128, None, None, weights, min_gain=1.0, linear_flops=FLOPS)
-    server = lone_server(NVLINK, options, SimpleNamespace(early=False))
+    server = lone_server(NVLINK, options)
     server.plan_tick("forward", [(layout, None, 1)], note=True)
     stats = server.planned
     loads = NVLINK.cost(*(np.array([x]) for x in (0, 65536, 0))).repeat(2)
     end = ends(layout, loads, np.array(weights) / 950, "forward", NVLINK)
     late = end.max() - np.average(end, weights=weights)  # when all would end, had they the same to do by speed
     assert stats.balance_before == stats.balance_after == pytest.approx(1 + late / (loads.mean() / 1e15))
+
+
+def test_the_exchange_is_told_what_either_phase_moves() -> None:
+    layout = Layout.from_lengths([[65536], [4096] * 16, [2048] * 32])
+    exchange = NoExchange()
+    server = lone_server(NVLINK, PlanOptions(0.005, 128, None, None), exchange)
+    plan, _ = server.plan(lambda: GlobalMicroBatch(layout, 1, None, True))
+    (sizes,) = exchange.sizes
+    expected = np.zeros((3, 3), dtype=np.int64)
+    for phase in ("forward", "backward"):
+        tasks = balance(layout, NVLINK, phase=phase, tolerance=0.005, granularity=128)
+        for one_way in PlanCompiler(layout, tasks.rows).bytes_between(NVLINK.heads, phase):
+            expected = np.maximum(expected, one_way)
+    assert np.array_equal(sizes, expected) and np.count_nonzero(sizes) >= 4
+    assert plan.layers[None].exchange is not None

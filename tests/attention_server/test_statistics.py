@@ -20,6 +20,10 @@ class SlowExchange:
     def __init__(self) -> None:
         self.waits, self.given = 0, []
 
+    def for_sizes(self, sizes):
+        self.given.append(sizes)
+        return self
+
     def start(self, sends, receives, then=None):
         self.given.append((sends, receives))
         return self
@@ -45,6 +49,9 @@ def test_only_the_first_wait_for_an_exchange_is_timed_and_passed_on() -> None:
     exchange.start([], receives).wait()
     assert timer.seconds[1] >= once + DELAY
     assert inner.given == [(sends, receives), ([], receives)]
+    inner.given.clear()
+    exchange.for_sizes("sizes").start(sends, receives).wait()
+    assert inner.given == ["sizes", (sends, receives)] and timer.seconds[1] >= once + 2 * DELAY
 
 
 def test_an_exchange_of_nothing_is_not_timed() -> None:

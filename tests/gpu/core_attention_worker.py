@@ -59,7 +59,7 @@ def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", stag
     results = []
     for name, layout, window, random in cases:
         spec = AttentionSpec(DIM**-0.5, window)
-        plans, relayed = [], 0
+        plans, relayed, sizes = [], 0, []
         for phase in ("forward", "backward"):
             if random is None:
                 tasks = balance(layout, CostModel.area(Heads(Q_HEADS, KV_HEADS, DIM)), phase=phase, window=window).rows
@@ -68,6 +68,8 @@ def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", stag
             compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=0))
             relayed += len(compiler.relayed())
             plans.append(ServerPlan(compiler.rank(rank)))
+            sizes += compiler.bytes_between(Heads(Q_HEADS, KV_HEADS, DIM), phase)
+        moves = moves.for_sizes(np.maximum.reduce(sizes))
         for local_first in (False, True):
             plan = LayerPlan(*plans, moves, side if local_first else None)
             errors = _case(layout, plan, spec, chosen, rank, device, seed)

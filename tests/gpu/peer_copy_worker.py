@@ -11,6 +11,7 @@ import statistics
 import time
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -73,7 +74,8 @@ def finish(what: str, exchange: Exchange, device: torch.device, seconds: float =
 
 
 def check(staging_mib: int, pack_beside: bool, iterations: int = 200, seed: int = 0) -> dict:
-    """Random messages in one and two rounds, with and without naming destinations early, beside computation."""
+    """Random messages in one and two rounds, with and without naming destinations early, beside computation, the
+    staging memory divided anew now and then."""
     rank, world, device, group = start(100)
     exchange = peer_copies(group, device, staging_mib, pack_beside)
     rng = random.Random(seed)  # the same on every rank
@@ -82,6 +84,9 @@ def check(staging_mib: int, pack_beside: bool, iterations: int = 200, seed: int 
     moved, spent = 0, time.perf_counter()
     for iteration in range(iterations):
         most = rng.choice([300, 20_000, 3_000_000])
+        if rng.random() < 0.3:
+            sizes = [[rng.choice([0, 1, 10**6, 10**8]) for _ in range(world)] for _ in range(world)]
+            exchange = exchange.for_sizes(np.array(sizes))
         plan = []
         for _ in range(rng.randint(0, 3 * world)):
             sender, receiver = rng.sample(range(world), 2)

@@ -3,18 +3,32 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from deepspeed_distca.attention_server.runtime import AttentionServer, PlanOptions
 from deepspeed_distca.scheduler.cost_model import CostModel
 
 
-def lone_server(cost: CostModel, options: PlanOptions, exchange: Any = None, **more: Any) -> AttentionServer:
+class NoExchange:
+    """Moves nothing. Keeps what it was asked to get ready for."""
+
+    def __init__(self, early: bool = False) -> None:
+        self.early, self.sizes = early, []
+
+    def for_sizes(self, sizes: np.ndarray) -> NoExchange:
+        self.sizes.append(sizes)
+        return self
+
+
+def lone_server(
+    cost: CostModel, options: PlanOptions, exchange: NoExchange | None = None, **more: Any
+) -> AttentionServer:
     """Server 0, of layers without a window."""
     return AttentionServer(
         agreement=None,
-        exchange=exchange or SimpleNamespace(early=False),
+        exchange=exchange or NoExchange(),
         server=0,
         cost=cost,
         options=options,

@@ -42,7 +42,7 @@ def server(
     cost: CostModel, mode: str = "exposed", flops: int | None = None, min_gain: float = 0.04
 ) -> AttentionServer:
     options = PlanOptions(0.005, 128, None, None, None, min_gain, linear_flops(MODEL) if flops is None else flops)
-    return lone_server(cost, options, SimpleNamespace(early=False), ping_pong=mode)
+    return lone_server(cost, options, ping_pong=mode)
 
 
 def in_two(of: AttentionServer, layout: Layout, all_can: bool = True) -> bool:

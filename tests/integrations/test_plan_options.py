@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.phase_time import phase_seconds
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.speeds import finishing_weights
-from tests.integrations.lone_server import lone_server
+from tests.integrations.lone_server import NoExchange, lone_server
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = dict(hidden_size=64, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2, vocab_size=32)
@@ -114,7 +113,7 @@ def test_a_plan_that_saves_too_little_keeps_every_row_at_home(lengths, weights, 
     whole = before + (cost.linear_seconds(flops * int(layout.tokens.max())) if weights is None else 0.0)
     min_gain = share * (before - after) / whole
     options = PlanOptions(0.0, 128, None, None, weights, min_gain, linear_flops=flops)
-    server = lone_server(cost, options, SimpleNamespace(early=True))
+    server = lone_server(cost, options, NoExchange(early=True))
     server.plan_tick("forward", [(layout, None, 1)], note=True)
     expected = free.loads_before if share > 1 else free.loads
     assert server.planned.predicted_server_seconds == (cost.seconds(expected) / speeds).tolist()
@@ -130,7 +129,7 @@ def planned(
 ) -> tuple[float, float, list[float]]:
     """Balance before and after, and predicted seconds of the servers."""
     options = plan_options(parse_config({"min_gain": min_gain}), CPU, model, weights)
-    server = lone_server(cost, options, SimpleNamespace(early=False))
+    server = lone_server(cost, options)
     server.plan_tick(phase, [(layout, None, 1)], note=True)
     stats = server.planned
     return stats.balance_before, stats.balance_after, stats.predicted_server_seconds

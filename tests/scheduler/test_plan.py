@@ -109,7 +109,7 @@ def test_a_document_for_many_servers_is_relayed() -> None:
     assert not len(plain.relayed())
     heads = Heads(query=1, key_value=1, head_dim=64)  # q row 128 bytes, k and v 256, out 128, lse 4
     relayed = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=0))
-    before, after = (c.bytes_sent(heads, "forward") for c in (plain, relayed))
+    before, after = (sum(c.bytes_between(heads, "forward")).sum(axis=1) for c in (plain, relayed))
     assert before.sum() == after.sum() and before[0] == sum(range(200, 1601, 100)) * 256 + 1500 * 128
     # The home sends the 3 largest prefixes, all their sums beyond that were relayed by them in turn.
     assert after[0] == (1600 + 1500 + 1400) * 256 + 1500 * 128
@@ -144,7 +144,7 @@ def test_whole_documents_at_home_move_nothing(seed: int, world: int) -> None:
     rng = np.random.default_rng(seed)
     layout = Layout.from_lengths([rng.integers(1, 50, size=int(rng.integers(0, 5))).tolist() for _ in range(world)])
     compiler = PlanCompiler(layout, home_tasks(layout))
-    assert not compiler.moves_rows and not compiler.bytes_sent(Heads(), "forward").any()
+    assert not compiler.moves_rows and not np.any(compiler.bytes_between(Heads(), "forward"))
     at_home, away = compiler.loads(lambda q_start, q_end, k_start: q_end - q_start)
     assert at_home.tolist() == layout.tokens.tolist() and not away.any()
     for rank in range(world):
@@ -171,13 +171,16 @@ def test_document_ids_may_be_any_int64(seed: int, world: int) -> None:
             assert [x.tolist() for x in vars(one).values()] == [x.tolist() for x in vars(other).values()]
 
 
-def test_bytes_sent_of_one_moved_tail() -> None:
+def test_bytes_of_one_moved_tail() -> None:
     layout = Layout.from_lengths([[100], [10]])
     tasks = np.array([[0, 0, 60, 0, 0], [0, 60, 100, 0, 1], [1, 0, 10, 0, 1]])
     compiler = PlanCompiler(layout, tasks)
     heads = Heads(query=4, key_value=1, head_dim=8)  # q row 64 bytes, k and v rows 32, lse 16
-    assert compiler.bytes_sent(heads, "forward").tolist() == [40 * 64 + 100 * 32, 40 * (64 + 16)]
-    assert compiler.bytes_sent(heads, "backward").tolist() == [40 * (128 + 32) + 100 * 32, 40 * 64 + 100 * 32]
+    out, back = compiler.bytes_between(heads, "forward")
+    assert out.tolist() == [[0, 40 * 64 + 100 * 32], [0, 0]] and back.tolist() == [[0, 0], [40 * (64 + 16), 0]]
+    out, back = compiler.bytes_between(heads, "backward")
+    assert out.tolist() == [[0, 40 * (128 + 32) + 100 * 32], [0, 0]]
+    assert back.tolist() == [[0, 0], [40 * 64 + 100 * 32, 0]]
     assert compiler.rank(1).received_rows == (40, 100)
 
 

@@ -44,7 +44,6 @@ def test_bytes_are_those_of_the_compiled_plan(layout, cost, window):
     out, back = compiler.bytes_between(heads, phase)
     assert np.array_equal(out, counted.dispatch_bytes(heads, phase))
     assert np.array_equal(back, counted.return_bytes(heads, phase))
-    assert np.array_equal(out.sum(axis=1) + back.sum(axis=1), compiler.bytes_sent(heads, phase))
     at_home, away = compiler.loads(lambda q_start, q_end, k_start: model.cost(q_start, q_end, k_start, window, phase))
     assert np.array_equal(at_home + away, tasks.loads)
 

@@ -203,18 +203,16 @@ def take_turns(
     engines = {variant.name: measure.make_engine(args, variant, device) for variant in variants}
     for variant in variants:
         measure.begin(engines[variant.name], variant, args, [])
-    turns = 0
-    for batch in batches:
+    for number, batch in enumerate(batches):
         if budget.over():
             note(results, f"The budget of {args.budget_seconds:g} s was over before {batch.name}.")
             break
         mine = {v.name: measure.Measurement(engines[v.name], v, batch, args) for v in variants if v.fits(batch)}
         measure.keep_busy(device)  # a card is fast after the pause between two batches
         for turn in range(args.warm_up + args.steps):
-            # There and back: a card is fast after a step in which it waited.
-            for measurement in list(mine.values())[:: -1 if turns % 2 else 1]:
+            # There and back: a card is fast after a step in which it waited. And each way first in turn.
+            for measurement in list(mine.values())[:: -1 if (turn + number) % 2 else 1]:
                 measurement.step(count=turn >= args.warm_up)
-            turns += 1
         for name, measurement in mine.items():
             row = measurement.row()
             row.pop("peak_gib", None)  # of all engines together

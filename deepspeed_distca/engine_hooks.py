@@ -214,7 +214,7 @@ class Runtime:
             optional = isinstance(self._ping_pong, OptionalPingPong)
             in_two = optional and self._ping_pong.ready(self.server.favoured_two)
             given = MicroBatch(description.layout, description.targets, description.step_targets, in_two)
-        pending = PendingPlan(lambda: self.server.gather(given), self.server.plan, device)
+        pending = PendingPlan(self.server.gather(given), self.server.plan, device)
         if isinstance(given, Exception):
             pending.result()  # raises: the model could not run on such an input anyway
         return pending, pending.divisor

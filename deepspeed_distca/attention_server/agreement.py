@@ -8,6 +8,7 @@ so here, and every rank raises the same error instead of waiting for one that ha
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -77,14 +78,16 @@ class Agreement:
         self._servers = servers
         self._fingerprint = fingerprint
 
-    def gather(self, micro_batch: MicroBatch | Exception) -> GlobalMicroBatch:
-        """Collective. The micro-batch as all ranks together see it.
+    def gather(self, micro_batch: MicroBatch | Exception) -> Callable[[], GlobalMicroBatch]:
+        """Collective. Sends this rank's part of a micro-batch without waiting for the others.
 
         Args:
             micro_batch: this rank's part, or the error that its input gave.
 
-        Raises:
-            AgreementError: on every rank, if a rank has an error or the ranks' inputs do not fit together.
+        Returns:
+            Collective too, to be called once, and before anything else is gathered: waits for the micro-batch as all
+            ranks together see it. It raises AgreementError on every rank if a rank has an error or the ranks' inputs
+            do not fit together.
         """
         failed = isinstance(micro_batch, Exception)
         message = np.zeros(_HEADER + _INLINE, dtype=np.int64)
@@ -101,10 +104,21 @@ class Agreement:
             if shared and self._servers > 1:
                 message[6] = fingerprint(layout.segments)
             message[_HEADER : _HEADER + len(lengths)] = lengths[:_INLINE]
-        gathered = self._all_gather(message)
+        arrived = self._start(message)
+        return lambda: self._together(arrived(), micro_batch, lengths)
+
+    def _together(
+        self, gathered: np.ndarray, micro_batch: MicroBatch | Exception, lengths: np.ndarray
+    ) -> GlobalMicroBatch:
+        """See :meth:`gather`.
+
+        Args:
+            gathered: the first message of every rank, int64 [ranks, _HEADER + _INLINE].
+            lengths: of this rank's documents, unless all servers have the same layout.
+        """
         errors = np.flatnonzero(gathered[:, 0])
         if len(errors):
-            self._raise_everywhere(micro_batch if failed else None, errors)
+            self._raise_everywhere(micro_batch if isinstance(micro_batch, Exception) else None, errors)
         self._check(gathered)
         group = slice(self._rank // self._servers * self._servers, None)
         group = slice(group.start, group.start + self._servers)
@@ -200,19 +214,28 @@ class Agreement:
         raise AgreementError(f"rank {first} cannot use its micro-batch: {words}")
 
     def _all_gather(self, values: np.ndarray) -> np.ndarray:
+        return self._start(values)()
+
+    def _start(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """Sends values; what is returned waits for those of every rank, [ranks, *values.shape]."""
         if self._group is None:
-            return values[None]
+            return lambda: values[None]
         mine = torch.from_numpy(values)
         out = [torch.empty_like(mine) for _ in range(self._world)]
-        try:
-            dist.all_gather(out, mine, group=self._group)
-        except RuntimeError as error:
-            raise AgreementError(
-                "a rank did not come to this micro-batch in time. Every rank must run the same number of training "
-                "micro-batches (an empty one where it has no documents); look for an earlier error on another rank, "
-                f"or raise `distca.timeout_seconds` if a rank is only slow ({error})"
-            ) from error
-        return torch.stack(out).numpy()
+        work = dist.all_gather(out, mine, group=self._group, async_op=True)
+
+        def wait() -> np.ndarray:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise AgreementError(
+                    "a rank did not come to this micro-batch in time. Every rank must run the same number of training "
+                    "micro-batches (an empty one where it has no documents); look for an earlier error on another "
+                    f"rank, or raise `distca.timeout_seconds` if a rank is only slow ({error})"
+                ) from error
+            return torch.stack(out).numpy()
+
+        return wait
 
 
 def fingerprint(*values: object) -> int:

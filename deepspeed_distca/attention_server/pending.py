@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan in the making: the ranks agree on a thread, and the plan is computed when the first layer asks for it.
+"""A plan in the making: the ranks tell each other what they have, and the plan is computed when the first layer asks.
 
 Neither the plan nor the loss's divisor is needed before the first layer's attention. On a GPU the host has queued that
-layer's linear work by then, under which planning is hidden. The thread only waits for the other ranks. Planning, which
-is Python and NumPy, would take the interpreter from the host there and leave the GPU idle (on H200s: 6 ms at the start
-of a step).
+layer's linear work by then, under which waiting for the other ranks and planning are hidden. Neither has a thread of
+its own, which would take the interpreter from the host and leave the GPU idle at the start of a step (on H200s 6 ms
+when planning had one).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -25,9 +23,8 @@ class PendingPlan:
     """Stands for a :class:`MicroBatchPlan`.
 
     Args:
-        gather: gives what the ranks agree on; runs on a thread and must not touch the device.
-        make: gives the plan and the divisor of the summed loss. It is called with a function that waits for what was
-            gathered.
+        gathered: waits for what the ranks have told each other.
+        make: gives the plan and the divisor of the summed loss, from `gathered`.
         device: where the divisor is wanted.
 
     Attributes:
@@ -37,21 +34,12 @@ class PendingPlan:
 
     def __init__(
         self,
-        gather: Callable[[], GlobalMicroBatch],
+        gathered: Callable[[], GlobalMicroBatch],
         make: Callable[[Callable[[], GlobalMicroBatch]], tuple[MicroBatchPlan, float]],
         device: torch.device,
     ) -> None:
         self.divisor = torch.ones((), device=device)
-        self._gathered: Future[GlobalMicroBatch] = Future()
-        self._make, self._plan = make, None
-        # A daemon: a process that stops for another reason must not wait for ranks that will never come.
-        threading.Thread(target=self._work, args=(gather,), name="distca-agreement", daemon=True).start()
-
-    def _work(self, gather: Callable[[], GlobalMicroBatch]) -> None:
-        try:
-            self._gathered.set_result(gather())
-        except BaseException as error:
-            self._gathered.set_exception(error)
+        self._gathered, self._make, self._plan = gathered, make, None
 
     def result(self) -> MicroBatchPlan:
         """The plan, made now if it was not yet.
@@ -60,7 +48,7 @@ class PendingPlan:
             Exception: of agreeing and planning; with an input that cannot be used, the same on every rank.
         """
         if self._plan is None:
-            self._plan, divisor = self._make(self._gathered.result)
+            self._plan, divisor = self._make(self._gathered)
             self.divisor.fill_(divisor)
         return self._plan
 

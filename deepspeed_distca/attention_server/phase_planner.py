@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -74,6 +75,26 @@ class PlannedPhase:
     weights: tuple[int, ...] | None = None
 
 
+class _AtHome:
+    """Every query row computed where it is stored: the same tasks in either phase, compiled once, and only if asked.
+
+    Args:
+        server: whose part is wanted.
+    """
+
+    def __init__(self, layout: Layout, window: int | None, server: int) -> None:
+        self.layout, self.window, self._server = layout, window, server
+        self.rows = home_tasks(layout, window)
+
+    @cached_property
+    def compiler(self) -> PlanCompiler:
+        return PlanCompiler(self.layout, self.rows)
+
+    @cached_property
+    def part(self) -> ServerPlan:
+        return ServerPlan(self.compiler.rank(self._server))
+
+
 class PhasePlanner:
     """Plans phases. Everything follows from layout, cost model, options and the kind of exchange, the same on every
     rank: predicted times are compared in float64, but with sums and maxima of single numbers only, which every CPU
@@ -88,6 +109,7 @@ class PhasePlanner:
 
     def __init__(self, server: int, cost: CostModel, options: PlanOptions, *, early: bool) -> None:
         self._server, self._cost, self._options, self._early = server, cost, options, early
+        self._last: _AtHome | None = None
 
     def plan(
         self, layout: Layout, window: int | None, phase: str, layers: int, *, weigh: bool = False
@@ -97,32 +119,36 @@ class PhasePlanner:
         Args:
             weigh: whether exposed seconds are wanted.
         """
-        home = self._home(layout, window, phase)
+        at_home = self._at_home(layout, window)
+        home = self._home(at_home, phase)
         weights = self._weights(layout, phase, home.loads)
-        tasks, compiler, exposed = self._tasks(layout, window, phase, home, weights, weigh)
-        part = ServerPlan(compiler.rank(self._server))
+        tasks, compiler, exposed = self._tasks(at_home, phase, home, weights, weigh)
+        part = at_home.part if tasks is home else ServerPlan(compiler.rank(self._server))
         out, back = compiler.bytes_between(self._cost.heads, phase)
         sent = layers * (out + back).sum(axis=1)
         value = digest(layout, tasks, phase=phase, window=window).value
         largest = np.maximum(out, back)
         return PlannedPhase(phase, window, layers, tasks, part, sent, largest, value, layers * exposed, weights)
 
+    def _at_home(self, layout: Layout, window: int | None) -> _AtHome:
+        """Kept from one phase to the next."""
+        last = self._last
+        if last is None or last.layout is not layout or last.window != window:
+            self._last = last = _AtHome(layout, window, self._server)
+        return last
+
     def _tasks(
-        self,
-        layout: Layout,
-        window: int | None,
-        phase: str,
-        home: Tasks,
-        weights: tuple[int, ...] | None,
-        weigh: bool,
+        self, at_home: _AtHome, phase: str, home: Tasks, weights: tuple[int, ...] | None, weigh: bool
     ) -> tuple[Tasks, PlanCompiler, float]:
-        """The tasks, compiled, and by how many seconds of a layer transfers are exposed."""
+        """The tasks, compiled, and by how many seconds of a layer transfers are exposed. Those of `home` are that very
+        object."""
+        layout, window = at_home.layout, at_home.window
         # A server of weight 0 computes nothing, whatever that costs.
         frugal = self._options.min_gain > 0 and 0 not in (self._options.server_weights or ())
         hopeless = frugal and self._gains_too_little(layout, phase, home.loads, self._least(layout, phase, home.loads))
-        staying = self._staying(layout, home) if hopeless else None
-        if staying:
-            return staying  # without a search
+        # Where documents continue on other ranks, rows are exchanged anyway.
+        if hopeless and not at_home.compiler.moves_rows:
+            return home, at_home.compiler, 0.0  # without a search
         tasks = balance(
             layout,
             self._cost,
@@ -138,16 +164,9 @@ class PhasePlanner:
         if not (frugal or weigh) or not compiler.moves_rows:
             return tasks, compiler, 0.0
         seconds, exposed = self._predicted(layout, compiler, window, phase)
-        if frugal and not hopeless and self._gains_too_little(layout, phase, home.loads, seconds):
-            staying = self._staying(layout, home)
-        return staying or (tasks, compiler, exposed)
-
-    @staticmethod
-    def _staying(layout: Layout, home: Tasks) -> tuple[Tasks, PlanCompiler, float] | None:
-        """Every task at home, as `_tasks` returns it; None where documents continue on other ranks: rows are
-        exchanged anyway then."""
-        compiler = PlanCompiler(layout, home.rows)
-        return None if compiler.moves_rows else (home, compiler, 0.0)
+        if frugal and self._gains_too_little(layout, phase, home.loads, seconds) and not at_home.compiler.moves_rows:
+            return home, at_home.compiler, 0.0
+        return tasks, compiler, exposed
 
     def favours_two(self, planned: Sequence[PlannedPhase], layout: Layout) -> bool:
         """Whether a micro-batch whose phases were planned with ``weigh`` is predicted to be faster in two
@@ -160,7 +179,9 @@ class PhasePlanner:
 
     def speeds(self, servers: int) -> np.ndarray:
         """Relative speeds of the servers, 1 on average, and 1 where nothing is known: no weights, or a weight of 0."""
-        weights = np.array(self._options.server_weights or [1] * servers, dtype=np.float64)
+        if self._options.server_weights is None:
+            return np.ones(servers)
+        weights = np.array(self._options.server_weights, dtype=np.float64)
         known = weights > 0
         return np.where(known, weights / weights[known].mean(), 1.0)
 
@@ -178,15 +199,11 @@ class PhasePlanner:
         intended = int(loads.sum()) * (weights / weights.sum())
         return float(loads.mean() + ((loads - intended) / self.speeds(len(loads))).max())
 
-    def _home(self, layout: Layout, window: int | None, phase: str) -> Tasks:
-        """Every query row computed at its home."""
-        rows = home_tasks(layout, window)
-        loads = np.zeros(layout.num_ranks, dtype=np.int64)
-        np.add.at(
-            loads,
-            rows[:, SERVER],
-            self._cost.cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START], window, phase),
-        )
+    def _home(self, at_home: _AtHome, phase: str) -> Tasks:
+        """The tasks at home with their loads."""
+        rows, loads = at_home.rows, np.zeros(at_home.layout.num_ranks, dtype=np.int64)
+        cost = self._cost.cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START], at_home.window, phase)
+        np.add.at(loads, rows[:, SERVER], cost)
         return Tasks(rows, loads, loads)
 
     def _weights(self, layout: Layout, phase: str, home: np.ndarray) -> tuple[int, ...] | None:

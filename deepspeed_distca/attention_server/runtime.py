@@ -106,7 +106,7 @@ class AttentionServer:
         """Name of the kernel in use, once a layer has run."""
         return next((kernel.name for kernel in self._kernels.values()), None)
 
-    def gather(self, given: MicroBatch | Exception) -> GlobalMicroBatch:
+    def gather(self, given: MicroBatch | Exception) -> Callable[[], GlobalMicroBatch]:
         """Collective over all ranks: see :meth:`Agreement.gather`."""
         return self._agreement.gather(given)
 
@@ -115,7 +115,7 @@ class AttentionServer:
         the mean over ranks and micro-batches is the mean over all targets.
 
         Args:
-            gathered: waits for what :meth:`gather` gives.
+            gathered: what :meth:`gather` gives.
 
         Raises:
             AgreementError: on every rank, if a rank's input is an error or the inputs do not fit together.

@@ -189,6 +189,8 @@ class PlanCompiler:
             )
         ranks = self._layout.num_ranks
         out, back = (np.zeros((ranks, ranks), dtype=np.int64) for _ in range(2))
+        if not self.moves_rows:
+            return out, back
         for runs, there, returned in ((self._q_runs, q_out, q_back), (self._kv_runs, heads.kv_bytes, kv_back)):
             server, home, rows = runs[runs[:, 0] != runs[:, 1]][:, [0, 1, 4]].T
             np.add.at(out, (home, server), rows * there)

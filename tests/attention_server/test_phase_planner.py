@@ -229,3 +229,19 @@ def test_the_exchange_is_told_what_either_phase_moves() -> None:
             expected = np.maximum(expected, one_way)
     assert np.array_equal(sizes, expected) and np.count_nonzero(sizes) >= 4
     assert plan.layers[None].exchange is not None
+
+
+def test_what_is_kept_of_a_layout_serves_no_other() -> None:
+    """One planner for layouts and windows in turn, against a new one for each."""
+    options = PlanOptions(0.005, 128, None, None, None, 0.04, FLOPS)
+    one = PhasePlanner(1, NVLINK, options, early=True)
+    layouts = [[[65536], [4096] * 16], [[4096] * 16, [4096] * 16], [[65536], [4096] * 16]]
+    for lengths, window in itertools.product(layouts, [None, 4096]):
+        layout = Layout.from_lengths(lengths)
+        for phase in PHASES:
+            kept, new = (p.plan(layout, window, phase, 2) for p in (one, PhasePlanner(1, NVLINK, options, early=True)))
+            assert kept.digest == new.digest and np.array_equal(kept.largest, new.largest)
+            for ours, theirs in ((kept.part.local, new.part.local), (kept.part.remote, new.part.remote)):
+                assert all(
+                    np.array_equal(a, b) for a, b in zip(vars(ours).values(), vars(theirs).values(), strict=True)
+                )

@@ -287,6 +287,22 @@ def missing_rank() -> dict:
     return {"error": error}
 
 
+def late_rank(seconds: float) -> dict:
+    """Rank 1 comes to a micro-batch late; how long it takes rank 0 to get to its first layer, and through it."""
+    engine = _engine({})
+    engine(**_batch(9, 4))
+    begun = {}
+    first = engine.module.model.layers[0]
+    first.register_forward_pre_hook(lambda *_: begun.update(layer=time.perf_counter()))
+    first.register_forward_hook(lambda *_: begun.update(through=time.perf_counter()))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+    start = time.perf_counter()
+    engine(**_batch(9, 4))
+    return {name: moment - start for name, moment in begun.items()}
+
+
 def different_options() -> dict:
     """Rank 1 has another tolerance."""
     deepspeed.init_distributed("gloo")

@@ -377,8 +377,7 @@ def autocast() -> dict:
 
 
 def operations(layouts: list, zero: int, checkpointing: bool) -> list[dict]:
-    """The communication of a step in two nano-batches, in the order in which this rank issues it, as JSON; without the
-    agreement on plans, which a thread of its own sees to."""
+    """The communication of a step in two nano-batches, in the order in which this rank issues it, as JSON."""
     deepspeed.init_distributed("gloo")
     engine = engine_of(zero, len(layouts), checkpointing, options={"num_hidden_layers": 3})
     rng = np.random.default_rng(0)
@@ -389,5 +388,4 @@ def operations(layouts: list, zero: int, checkpointing: bool) -> list[dict]:
             for batch in batches:
                 engine.backward(engine(**batch).loss)
                 engine.step()
-    agreement = engine.distca._groups[1].group_name
-    return [asdict(operation) for operation in recorder.operations if operation.group != agreement]
+    return [asdict(operation) for operation in recorder.operations]

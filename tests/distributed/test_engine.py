@@ -151,6 +151,11 @@ def test_a_rank_that_stops_is_an_error_within_the_time_limit() -> None:
     assert "same number of training micro-batches" in stays["error"] and stops["error"] == ""
 
 
+def test_a_rank_waits_for_others_at_its_first_attention_only() -> None:
+    early, _ = run_ranks("tests.distributed.engine_worker:late_rank", 2, timeout=120, seconds=3.0)
+    assert early["layer"] < 1.5 and early["through"] > 2.5
+
+
 def test_other_options_on_one_rank_are_refused() -> None:
     for outcome in run_ranks("tests.distributed.engine_worker:different_options", 2, timeout=120):
         assert "run with another `distca` block" in outcome["error"]

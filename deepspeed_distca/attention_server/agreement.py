@@ -8,7 +8,8 @@ so here, and every rank raises the same error instead of waiting for one that ha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -222,20 +223,28 @@ class Agreement:
             return lambda: values[None]
         mine = torch.from_numpy(values)
         out = [torch.empty_like(mine) for _ in range(self._world)]
-        work = dist.all_gather(out, mine, group=self._group, async_op=True)
+        with _in_time():
+            work = dist.all_gather(out, mine, group=self._group, async_op=True)
 
         def wait() -> np.ndarray:
-            try:
+            with _in_time():
                 work.wait()
-            except RuntimeError as error:
-                raise AgreementError(
-                    "a rank did not come to this micro-batch in time. Every rank must run the same number of training "
-                    "micro-batches (an empty one where it has no documents); look for an earlier error on another "
-                    f"rank, or raise `distca.timeout_seconds` if a rank is only slow ({error})"
-                ) from error
             return torch.stack(out).numpy()
 
         return wait
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """What a collective raises, in words that help."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise AgreementError(
+            "a rank did not come to this micro-batch in time. Every rank must run the same number of training "
+            "micro-batches (an empty one where it has no documents); look for an earlier error on another rank, "
+            f"or raise `distca.timeout_seconds` if a rank is only slow ({error})"
+        ) from error
 
 
 def fingerprint(*values: object) -> int:

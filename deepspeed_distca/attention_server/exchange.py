@@ -57,8 +57,8 @@ class Exchange(Protocol):
         """
 
     def for_sizes(self, sizes: np.ndarray) -> Exchange:
-        """The same exchange with its memory divided for what it is about to move. Only between exchanges, and the
-        same on every rank, from one exchange to the next.
+        """The same exchange with its memory divided for a plan that moves so much. Those of one plan may be used in
+        turn with those of another, in the same order on every rank.
 
         Args:
             sizes: bytes from each rank to each at a time, int64 [sender, receiver]; more is moved too, but slower.

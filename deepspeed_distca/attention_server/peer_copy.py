@@ -130,7 +130,7 @@ class PeerCopyExchange:
         held = False
         for i, (out, into) in enumerate(((sends, receives), then or ((), ()))):
             out, into = ([(peer, _whole(tensor)) for peer, tensor in messages] for messages in (out, into))
-            changed = self._change_rings() if any(size for _, size in _sizes(out)) else False
+            changed = any(size for _, size in _sizes(out)) and self._change_rings()
             operations = self._slots.operations(self._rings, _sizes(out), _sizes(into))
             early = [op for op in operations if op.packs and op.round == 0 and i == 0 and not self._pack_beside]
             late = operations[len(early) :]

@@ -210,7 +210,7 @@ def take_turns(
         mine = {v.name: measure.Measurement(engines[v.name], v, batch, args) for v in variants if v.fits(batch)}
         measure.keep_busy(device)  # a card is fast after the pause between two batches
         for turn in range(args.warm_up + args.steps):
-            # There and back: a card is fast after a step in which it waited. And each way first in turn.
+            # There and back, since a card is fast after a step in which it waited; every other batch begins with back.
             for measurement in list(mine.values())[:: -1 if (turn + number) % 2 else 1]:
                 measurement.step(count=turn >= args.warm_up)
         for name, measurement in mine.items():

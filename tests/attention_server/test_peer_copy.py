@@ -185,16 +185,17 @@ def test_other_rings_wait_until_the_former_are_empty() -> None:
     first = torch.full((SLOTS * 7 * ALIGNMENT,), 1, dtype=torch.uint8)  # all of its ring
     second = torch.full((64,), 2, dtype=torch.uint8)
     into = [torch.zeros_like(first), torch.zeros_like(second)]
-    group.for_sizes(np.array([[0, 1000, 0], [0, 0, 0], [0, 0, 0]]))
-    group.exchanges[0].start([(1, first)], []).wait()
-    group.for_sizes(np.array([[0, 0, 1000], [0, 0, 0], [0, 0, 0]]))
-    group.exchanges[0].start([(2, second)], []).wait()
-    group.exchanges[2].start([], [(0, into[1])]).wait()
+    to_1, to_2 = (
+        [exchange.for_sizes(np.array([row, [0, 0, 0], [0, 0, 0]])) for exchange in group.exchanges]
+        for row in ([0, 1000, 0], [0, 0, 1000])
+    )
+    to_1[0].start([(1, first)], []).wait()
+    to_2[0].start([(2, second)], []).wait()
+    to_2[2].start([], [(0, into[1])]).wait()
     with pytest.raises(AssertionError, match="deadlock"):
         run_all(group.devices, random.Random(0))
     assert not into[1].any()
-    group.exchanges[1]._rings = divide(group.exchanges[1]._area, SLOTS, [[0, 1000, 0], [0, 0, 0], [0, 0, 0]])
-    group.exchanges[1].start([], [(0, into[0])]).wait()
+    to_1[1].start([], [(0, into[0])]).wait()
     run_all(group.devices, random.Random(0))
     assert torch.equal(into[0], first) and torch.equal(into[1], second)
 

@@ -197,20 +197,27 @@ def _serve_backward(p: ServerPlan, kernel: Kernel, spec, dout, q, k, v, stats):
     def run(tasks: TaskBatch, dk, dv) -> None:
         kernel.backward(dout, q, k, v, lse, tasks, spec, out=None, delta=delta, dq=dq, dk=dk, dv=dv)
 
-    if len(p.waves) <= 1:
-        # One task per key interval: it writes every row.
-        dk, dv = torch.empty_like(k, dtype=grad_dtype), torch.empty_like(v, dtype=grad_dtype)
-        for tasks in p.waves:
-            run(tasks, dk, dv)
-        return dq, dk, dv
-    sum_dtype = torch.promote_types(grad_dtype, torch.float32)
-    dk_sum, dv_sum = torch.zeros_like(k, dtype=sum_dtype), torch.zeros_like(v, dtype=sum_dtype)
     dk, dv = torch.empty_like(k, dtype=grad_dtype), torch.empty_like(v, dtype=grad_dtype)
-    for tasks in p.waves:
-        run(tasks, dk.zero_(), dv.zero_())
-        dk_sum += dk
-        dv_sum += dv
-    return dq, *(torch.empty_like(t, dtype=grad_dtype).copy_(t) for t in (dk_sum, dv_sum))
+    # Within a wave no two tasks share keys: it writes the rows of its tasks, and no others.
+    for tasks in p.waves[:1]:
+        run(tasks, dk, dv)
+    if len(p.waves) <= 1:
+        return dq, dk, dv
+    for gap in p.waves[0].key_gaps:
+        dk[gap].zero_()
+        dv[gap].zero_()
+    sums = dk, dv
+    if len(p.waves) > 2:
+        # One addition is computed in fp32 and rounded once in any case; a sum of more is kept in fp32.
+        wide = torch.promote_types(grad_dtype, torch.float32)
+        sums = tuple(t if t.dtype == wide else torch.empty_like(t, dtype=wide).copy_(t) for t in sums)
+    parts = torch.empty_like(dk), torch.empty_like(dv)
+    for tasks in p.waves[1:]:
+        run(tasks, *parts)
+        for total, part in zip(sums, parts, strict=True):
+            for span in tasks.key_spans:
+                total[span] += part[span]
+    return dq, *(t if t.dtype == grad_dtype else torch.empty_like(t, dtype=grad_dtype).copy_(t) for t in sums)
 
 
 def _run(

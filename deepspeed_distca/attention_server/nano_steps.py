@@ -215,11 +215,12 @@ class BackwardSteps:
         for tasks in p.waves:
             dk, dv = self._dk_work, self._dv_work
             if not self._phase.one_wave:
-                dk, dv = torch.zeros_like(k, dtype=grad_dtype), torch.zeros_like(v, dtype=grad_dtype)
+                dk, dv = torch.empty_like(k, dtype=grad_dtype), torch.empty_like(v, dtype=grad_dtype)
             kernel.backward(dout, q, k, v, lse, tasks, self._spec, out=None, delta=delta, dq=dq, dk=dk, dv=dv)
             if not self._phase.one_wave:
-                self._dk_work += dk
-                self._dv_work += dv
+                for span in tasks.key_spans:
+                    self._dk_work[span] += dk[span]
+                    self._dv_work[span] += dv[span]
         return dq
 
     def _keys_after(self, nano: int) -> tuple[int, ...]:

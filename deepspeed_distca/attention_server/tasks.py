@@ -79,6 +79,24 @@ class TaskBatch:
         return _tiles(self.k_start, self.k_len, self.k_rows)
 
     @cached_property
+    def key_spans(self) -> list[slice]:
+        """The key rows of all tasks, as ascending ranges that do not touch each other."""
+        order = np.argsort(self.k_start, kind="stable")
+        spans: list[slice] = []
+        for start, length in zip(self.k_start[order].tolist(), self.k_len[order].tolist(), strict=True):
+            if spans and start <= spans[-1].stop:
+                spans[-1] = slice(spans[-1].start, max(spans[-1].stop, start + length))
+            else:
+                spans.append(slice(start, start + length))
+        return spans
+
+    @cached_property
+    def key_gaps(self) -> list[slice]:
+        """The key rows of no task."""
+        borders = [0, *(row for span in self.key_spans for row in (span.start, span.stop)), self.k_rows]
+        return [slice(a, b) for a, b in zip(borders[::2], borders[1::2], strict=True) if a < b]
+
+    @cached_property
     def area(self) -> int:
         """Query-key pairs under the causal mask, without a window."""
         return int((self.q_len * (2 * self.k_len - self.q_len + 1) // 2).sum())

@@ -140,8 +140,9 @@ class PlanCompiler:
         which, home, home_row, offset, rows = index.pieces(document, t[:, _Q_START], t[:, _Q_END])
         self._q_runs = np.stack([server[which], home, home_row, self._q_work[which] + offset, rows], axis=1)
 
-        # Key/value intervals: the union of the tasks' key ranges for each (server, document).
-        order = np.lexsort((t[:, _K_START], document, server))
+        # Key/value intervals: the union of the tasks' key ranges for each (server, document). Of ranges that begin
+        # together the longest is first, so that without a window the first wave covers all keys.
+        order = np.lexsort((-t[:, _Q_END], t[:, _K_START], document, server))
         s, d, lo, hi = server[order], document[order], t[order, _K_START], t[order, _Q_END]
         new_group = np.ones(len(t), dtype=bool)
         new_group[1:] = (s[1:] != s[:-1]) | (d[1:] != d[:-1])

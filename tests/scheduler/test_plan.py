@@ -139,6 +139,16 @@ def test_waves_partition_the_tasks_and_share_no_key_row(case: tuple) -> None:
 
 
 @settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5))
+def test_the_first_wave_covers_all_keys(seed: int, world: int) -> None:
+    rng = np.random.default_rng(seed)
+    layout = random_layout(rng, world, documents=4, longest=60)
+    compiler = PlanCompiler(layout, random_tasks(rng, layout, None, stay=0.3))
+    for plan in map(compiler.rank, range(world)):
+        assert sum(plan.remote.take(wave).k_len.sum() for wave in plan.waves[:1]) == plan.work_kv_rows
+
+
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6))
 def test_whole_documents_at_home_move_nothing(seed: int, world: int) -> None:
     rng = np.random.default_rng(seed)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of keys that many tasks of a server share: summed over kernel calls without rounding in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_distca.attention_server.core_attention import _serve_backward
+from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.tasks import task_rows
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+
+
+class RoundedGradients(ReferenceKernel):
+    """Gives gradients in the rows' own dtype, as flash-attention does, and writes the rows of its tasks only."""
+
+    def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def backward(self, dout, q, k, v, lse, tasks, spec, *, out, delta, dq, dk, dv) -> None:
+        wide = [torch.empty_like(t, dtype=torch.float32) for t in (dk, dv)]
+        results = dict(out=out, delta=delta, dq=dq, dk=wide[0], dv=wide[1])
+        ReferenceKernel().backward(dout, q, k, v, lse, tasks, spec, **results)
+        for span in tasks.key_spans:
+            dk[span], dv[span] = (t[span] for t in wide)
+
+
+@pytest.mark.parametrize("ranges", [2, 3, 24])
+def test_sums_are_rounded_once(ranges: int) -> None:
+    rows = 16
+    layout = Layout.from_lengths([[2 * ranges * rows], [], []])
+    # Servers 1 and 2 take turns, so that no two ranges of one of them are one task.
+    pieces = torch.tensor([[0, i * rows, (i + 1) * rows, 1 + i % 2] for i in range(2 * ranges)]).numpy()
+    plan = ServerPlan(PlanCompiler(layout, task_rows(pieces)).rank(1))
+    assert len(plan.waves) == len(plan.remote) == ranges
+
+    generator = torch.Generator().manual_seed(ranges)
+    tasks, spec, exact = plan.remote, AttentionSpec(DIM**-0.5), ReferenceKernel()
+    q, dout = (torch.randn(tasks.q_rows, HEADS, DIM, generator=generator).bfloat16() for _ in range(2))
+    k, v = (torch.randn(tasks.k_rows, KV_HEADS, DIM, generator=generator).bfloat16() for _ in range(2))
+    out, lse = exact.forward(q, k, v, tasks, spec)
+    stats = torch.stack([lse.t(), (dout.float() * out.float()).sum(-1)], dim=1)
+
+    dq, dk, dv = _serve_backward(plan, RoundedGradients(), spec, dout, q, k, v, stats)
+    expected = _serve_backward(plan, exact, spec, dout, q, k, v, stats)
+    assert dk.dtype == dv.dtype == torch.bfloat16 and torch.equal(dq, expected[0])
+    # Rows that the first call does not write: of the longest task only, so that two roundings are all there are.
+    shorter = int(tasks.k_len[:-1].max())
+    for found, wanted in zip((dk, dv), expected[1:], strict=True):
+        error = (found.float() - wanted).norm() / wanted.norm()
+        assert error < 2.6e-3, error  # each part is rounded, and the sum
+        alone = (found[shorter:].float() - wanted[shorter:]).abs()
+        assert bool((alone <= 2**-8 * wanted[shorter:].abs() + 1e-9).all())

@@ -4,15 +4,10 @@ same kernel on whole documents."""
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
-
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
-from deepspeed_distca.attention_server.exchange import exchange_group
 from deepspeed_distca.attention_server.exchange_choice import make_exchange
 from deepspeed_distca.attention_server.kernels import make_kernel, select_kernel
 from deepspeed_distca.attention_server.peer_copy import PeerCopyExchange
@@ -27,19 +22,14 @@ from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.tasks import home_tasks
 from tests.distributed.random_plans import random_layout, random_tasks
+from tests.gpu import processes
 
 Q_HEADS, KV_HEADS, DIM = 8, 2, 128
 
 
 def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", staging_mib: int = 256) -> list[dict]:
     """Relative errors of out, dq, dk, dv on this rank for every case, and the plain kernel's own errors."""
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=120), device_id=device)
-    world = dist.get_world_size()
-    group = exchange_group([list(range(world))], device, timedelta(seconds=120))
-    dist.barrier(group, device_ids=[rank])
+    rank, world, device, group = processes.start(120)
     moves = make_exchange(exchange, group, device, timeout=60, staging_mib=staging_mib)
     assert isinstance(moves, PeerCopyExchange) == (exchange == "peer_copy"), "the line above says why"
     chosen = select_kernel(
@@ -76,13 +66,13 @@ def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", stag
             results.append(
                 {"case": f"{name}, local_first {local_first}", "kernel": chosen.name, "relayed": relayed, **errors}
             )
-    dist.barrier()
-    torch.cuda.synchronize()
+    processes.meet(group, device)
     if chosen.name != "flash_attn_4":
         return results  # the library's work buffers are made in C++
     # Other streams than this one hold next to nothing: tasks beside those at home use this one's memory.
     own = torch.cuda.current_stream(device).cuda_stream
-    others = sum(s["total_size"] for s in torch.cuda.memory_snapshot() if s["device"] == rank and s["stream"] != own)
+    segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index]
+    others = sum(s["total_size"] for s in segments if s["stream"] != own)
     assert others <= 8 << 20, f"{others >> 20} MiB are held for other streams"
     return results
 

@@ -9,32 +9,17 @@ import os
 import random
 import statistics
 import time
-from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.exchange import Exchange, exchange_group
+from deepspeed_distca.attention_server.exchange import Exchange
 from deepspeed_distca.attention_server.exchange_choice import make_exchange
 from deepspeed_distca.attention_server.peer_copy import PeerCopyExchange
+from tests.gpu.processes import meet, start
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
-
-
-def start(limit: float) -> tuple[int, int, torch.device, dist.ProcessGroup]:
-    """Sets this process up; it ends by itself, with every thread's stack, when the time is up."""
-    faulthandler.dump_traceback_later(limit, exit=True)
-    # Set on the machines where it matters; never touch multicast, whatever the environment.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=device)
-    world = dist.get_world_size()
-    group = exchange_group([list(range(world))], device, timedelta(seconds=60))
-    dist.barrier(group, device_ids=[rank])
-    return rank, world, device, group
 
 
 def peer_copies(group: dist.ProcessGroup, device: torch.device, mib: int, pack_beside: bool) -> PeerCopyExchange:
@@ -73,17 +58,19 @@ def finish(what: str, exchange: Exchange, device: torch.device, seconds: float =
         time.sleep(0.0002)
 
 
-def check(staging_mib: int, pack_beside: bool, iterations: int = 200, seed: int = 0) -> dict:
-    """Random messages in one and two rounds, with and without naming destinations early, beside computation, the
-    staging memory divided anew now and then."""
-    rank, world, device, group = start(100)
+def check(staging_mib: int, pack_beside: bool, iterations: int, largest: int, seed: int = 0) -> dict:
+    """Random messages of up to `largest` elements in one and two rounds, with and without naming destinations early,
+    beside computation, the staging memory divided anew now and then."""
+    # It ends by itself, with every thread's stack, when the time is up.
+    faulthandler.dump_traceback_later(140, exit=True)
+    rank, world, device, group = start(60)
     exchange = peer_copies(group, device, staging_mib, pack_beside)
     rng = random.Random(seed)  # the same on every rank
     busy = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     moved, spent = 0, time.perf_counter()
     for iteration in range(iterations):
-        most = rng.choice([300, 20_000, 3_000_000])
+        most = rng.choice([300, largest // 20, largest])
         if rng.random() < 0.3:
             sizes = [[rng.choice([0, 1, 10**6, 10**8]) for _ in range(world)] for _ in range(world)]
             exchange = exchange.for_sizes(np.array(sizes))
@@ -138,8 +125,7 @@ def check(staging_mib: int, pack_beside: bool, iterations: int = 200, seed: int 
     finish("the last iteration", exchange, device)
     result = {"wrong": int(wrong), "mib": moved / 2**20, "seconds": time.perf_counter() - spent}
     say(str(result))
-    dist.barrier(group, device_ids=[rank])
-    torch.cuda.synchronize()
+    meet(group, device)
     faulthandler.cancel_dump_traceback_later()
     return result
 
@@ -147,7 +133,8 @@ def check(staging_mib: int, pack_beside: bool, iterations: int = 200, seed: int 
 def bench(mib: int = 128, repeats: int = 7) -> dict:
     """Every rank sends so many MiB, divided among the others: time alone, and beside matrix products that need every
     multiprocessor."""
-    rank, world, device, group = start(80)
+    faulthandler.dump_traceback_later(80, exit=True)
+    rank, world, device, group = start(60)
     kinds: dict[str, Exchange] = {
         "nccl": make_exchange("nccl", group, device, timeout=30, staging_mib=1),
         "peer_copy": peer_copies(group, device, 256, False),
@@ -169,8 +156,7 @@ def bench(mib: int = 128, repeats: int = 7) -> dict:
 
     def measured(exchange: Exchange | None, compute: bool) -> tuple[float, float]:
         """Milliseconds until the products are over, and until all is."""
-        dist.barrier(group, device_ids=[rank])
-        torch.cuda.synchronize()
+        meet(group, device)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         torch.cuda._sleep(1_000_000)  # the host queues everything meanwhile
         marks[0].record()
@@ -208,7 +194,6 @@ def bench(mib: int = 128, repeats: int = 7) -> dict:
             theirs = targets[p].clone()
             assert torch.isfinite(theirs).all() and bool(theirs.any()), (name, p)
             targets[p].zero_()
-    dist.barrier(group, device_ids=[rank])
-    torch.cuda.synchronize()
+    meet(group, device)
     faulthandler.cancel_dump_traceback_later()
     return result

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two GPUs, and four: exchange by peer copies is exact, and what it costs beside computation."""
+"""Exchange by peer copies is exact over two, four and eight ranks, and what it costs beside computation.
+
+Ranks share GPUs where there are fewer of them: the driver's copies, waits and writes are the same, on one device.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +12,29 @@ import torch
 from deepspeed_distca.attention_server.kernels import installed_kernels
 from tests.distributed.harness import run_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = pytest.mark.gpu
 
-worlds = pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param(n, marks=pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"needs {n} GPUs"))
-        for n in (2, 4)
-    ],
-)
+worlds = pytest.mark.parametrize("world", [2, 4, 8])
 
 
-@pytest.mark.timeout(130)
+@pytest.mark.timeout(160)
 @worlds
 @pytest.mark.parametrize(("staging_mib", "pack_beside"), [(2, False), (64, False), (2, True)])
 def test_random_messages(world: int, staging_mib: int, pack_beside: bool) -> None:
+    # Ranks that share a GPU take turns on it, some milliseconds each, and every chunk takes a turn of both its ends.
+    shared = torch.cuda.device_count() < world
     results = run_ranks(
         "tests.gpu.peer_copy_worker:check",
         world,
-        timeout=120,
+        timeout=150,
         accelerator="cuda",
         staging_mib=staging_mib,
         pack_beside=pack_beside,
+        iterations=30 if shared else 200,
+        largest=50_000 if shared else 3_000_000,
     )
     print(results)
-    assert all(result["wrong"] == 0 and result["mib"] > 1 for result in results)
+    assert all(result["wrong"] == 0 and result["mib"] > (0.1 if shared else 1) for result in results)
 
 
 @pytest.mark.timeout(210)
@@ -59,9 +60,11 @@ def test_core_attention(world: int, staging_mib: int) -> None:
 
 
 @pytest.mark.timeout(110)
-@worlds
+@pytest.mark.parametrize("world", [2, 4])
 def test_bench(world: int) -> None:
     """Prints bandwidth and the slow-down of matrix products; holds peer copies to nothing but being no hindrance."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
     result = run_ranks("tests.gpu.peer_copy_worker:bench", world, timeout=100, accelerator="cuda")[0]
     for name, value in result.items():
         print(f"{name}: {value}")

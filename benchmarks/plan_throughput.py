@@ -32,7 +32,7 @@ from steps.batches import MIXES, ONE, Batch, mix, workload
 from deepspeed_distca.attention_server.core_attention import _serve_backward
 from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
-from deepspeed_distca.attention_server.phase_planner import PhasePlanner
+from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlanOptions
 from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
@@ -201,7 +201,7 @@ class Results:
             f"**{about['card']}, {about['date']}**, torch {about['torch']}, kernel {about['kernel']}, cost model "
             f"{about['cost_model']}; plans for {about['args']['servers']} ranks. `{about['command']}`"
         )
-        return "\n\n".join([head, *self.notes, self.summary(), NOTES, self.server_table()]) + "\n"
+        return "\n\n".join([head, *self.notes, self.summary(), NOTES, self.servertable()]) + "\n"
 
     def summary(self) -> str:
         """Shares, then errors: a line for each group of batches and phase, and for all of them."""
@@ -214,13 +214,13 @@ class Results:
                     shares.append([group, phase, *_share_cells(rows)])
                     errors.append([group, phase, *_error_cells(rows)])
         head = ["batches", "phase", "server batches", "tasks", "query rows", "key rows", "calls: most"]
-        first = _table([*head, "TFLOP/s", "share: median", "smallest", "together"], shares)
+        first = table([*head, "TFLOP/s", "share: median", "smallest", "together"], shares)
         head = ["batches", "phase"]
         for place in ("workspace", "home"):
             head += [f"{place}: ms", "predicted", "error", "signed"]
-        return f"{first}\n\n{_table(head, errors)}"
+        return f"{first}\n\n{table(head, errors)}"
 
-    def server_table(self) -> str:
+    def servertable(self) -> str:
         head = ["batch", "phase", "server", "alike", "tasks", "calls", "query rows", "key rows", "workspace, ms"]
         head += ["predicted", "whole documents, ms", "share", "home: tasks", "home, ms", "predicted"]
         lines = []
@@ -229,7 +229,7 @@ class Results:
             home = ["", "", ""] if r.home is None else [r.home.tasks, _ms(r.home.ms), _ms(r.home.predicted_ms)]
             line = [r.batch, r.phase, r.server, r.alike, w.tasks, r.calls, w.q_rows, w.k_rows, _ms(w.ms)]
             lines.append([*line, _ms(w.predicted_ms), _ms(r.whole.ms), f"{r.share:.1%}", *home])
-        return _table(head, lines)
+        return table(head, lines)
 
 
 def _share_cells(rows: Sequence[Row]) -> list[object]:
@@ -263,7 +263,7 @@ def _ms(value: float) -> str:
     return f"{value:.2f}"
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     rows = [head, ["---"] * len(head), *([str(cell).replace("|", "\\|") for cell in line] for line in lines)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -287,27 +287,69 @@ def about(args: argparse.Namespace, device: torch.device, kernel: Kernel, cost_s
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, ["long|short"], ["pretrain:4:shuffled", "prolong:4:shuffled"])
+    parser.add_argument("--servers-per-batch", type=int, default=2, help="of each phase")
+    return parser.parse_args()
+
+
+def add_arguments(parser: argparse.ArgumentParser, mixes: list[str], workloads: list[str]) -> None:
+    """What this script shares with server_balance.py; the lists are defaults."""
     parser.add_argument("--servers", type=int, default=8, help="ranks that are planned for; none of them is needed")
     parser.add_argument("--tokens", type=int, default=65536, help="of each rank")
-    parser.add_argument("--mixes", nargs="*", default=["long|short"], choices=[*MIXES, ONE])
-    parser.add_argument(
-        "--workloads",
-        nargs="*",
-        default=["pretrain:4:shuffled", "prolong:4:shuffled"],
-        metavar="NAME:BATCHES[:shuffled[=SEED]][:whole]",
-    )
+    parser.add_argument("--mixes", nargs="*", default=mixes, choices=[*MIXES, ONE])
+    form = "NAME:BATCHES[:shuffled[=SEED]][:whole]"
+    parser.add_argument("--workloads", nargs="*", default=workloads, metavar=form)
     parser.add_argument("--context", type=int, default=131072, help="of the workloads' sampling")
     parser.add_argument("--q-heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--kernel", help="default: as the plugin chooses")
     parser.add_argument("--cost-model", help="the file of a profile; default: as the plugin chooses")
-    parser.add_argument("--servers-per-batch", type=int, default=2, help="of each phase")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget-seconds", type=float, help="stop after that long and report what there is")
     parser.add_argument("--json", type=Path, help="everything that was measured, rewritten as it comes")
     parser.add_argument("--save", type=Path, help="the report in Markdown")
-    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs where, as the plugin would choose it for the arguments."""
+
+    kernel: Kernel
+    cost: CostModel
+    cost_source: str
+    options: PlanOptions
+    dtype: torch.dtype
+    device: torch.device
+
+
+def setting(args: argparse.Namespace) -> Setting:
+    """The kernel, the cost model and the options of planning for the arguments' heads on this device."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.bfloat16
+    heads = Heads(args.q_heads, args.kv_heads, args.head_dim, element_size=dtype.itemsize)
+    config = DistCAConfig(kernel=args.kernel, cost_model=args.cost_model)
+    sizes = {"q_heads": args.q_heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
+    kernel = select_kernel(config.kernel, device=device, dtype=dtype, **sizes)
+    choice = agreed_cost_model(config, heads, device=device, dtype=dtype)
+    hidden = args.q_heads * args.head_dim
+    # step_time.py's model: whether moving rows pays depends on its linear work.
+    model = SimpleNamespace(
+        hidden_size=hidden,
+        intermediate_size=hidden * 7 // 2,
+        num_attention_heads=args.q_heads,
+        num_key_value_heads=args.kv_heads,
+        head_dim=args.head_dim,
+    )
+    return Setting(kernel, choice.cost, choice.source, plan_options(config, device, model), dtype, device)
+
+
+def batches_of(args: argparse.Namespace) -> list[Batch]:
+    """The mixes, then the workloads."""
+    batches = [mix(name, args.servers, args.tokens) for name in args.mixes]
+    for spec in args.workloads:
+        batches += workload(spec, args.servers, args.tokens, args.context)
+    return batches
 
 
 def run(
@@ -344,30 +386,11 @@ def run(
 def main() -> None:
     args = parse_args()
     torch.manual_seed(0)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = torch.bfloat16
-    heads = Heads(args.q_heads, args.kv_heads, args.head_dim, element_size=dtype.itemsize)
-    config = DistCAConfig(kernel=args.kernel, cost_model=args.cost_model)
-    sizes = {"q_heads": args.q_heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
-    kernel = select_kernel(config.kernel, device=device, dtype=dtype, **sizes)
-    choice = agreed_cost_model(config, heads, device=device, dtype=dtype)
-    hidden = args.q_heads * args.head_dim
-    # step_time.py's model: whether moving rows pays depends on its linear work.
-    model = SimpleNamespace(
-        hidden_size=hidden,
-        intermediate_size=hidden * 7 // 2,
-        num_attention_heads=args.q_heads,
-        num_key_value_heads=args.kv_heads,
-        head_dim=args.head_dim,
-    )
-    options = plan_options(config, device, model)
+    where = setting(args)
     # Results leave early by peer copies, the default of a node's GPUs.
-    planners = [PhasePlanner(rank, choice.cost, options, early=True) for rank in range(args.servers)]
-    batches = [mix(name, args.servers, args.tokens) for name in args.mixes]
-    for spec in args.workloads:
-        batches += workload(spec, args.servers, args.tokens, args.context)
-    results = Results(about(args, device, kernel, choice.source))
-    run(args, Bench(kernel, choice.cost, dtype, device), planners, batches, results)
+    planners = [PhasePlanner(rank, where.cost, where.options, early=True) for rank in range(args.servers)]
+    results = Results(about(args, where.device, where.kernel, where.cost_source))
+    run(args, Bench(where.kernel, where.cost, where.dtype, where.device), planners, batches_of(args), results)
     if args.json:
         results.save_json(args.json)
     if args.save:

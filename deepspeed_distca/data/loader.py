@@ -22,7 +22,8 @@ from deepspeed_distca.data.documents import Document
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.data.global_packing import Fill, GlobalPacker, PackingCounts, Step
 from deepspeed_distca.data.packing import Overflow, Piece
-from deepspeed_distca.data.placement import PLACEMENTS, Placement, place
+from deepspeed_distca.data.placement import PLACEMENTS, Placement, place, work_of
+from deepspeed_distca.data.regrouping import regroup
 from deepspeed_distca.data.sources import IndexedDocuments, StreamedDocuments, read_source
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import CostModel
@@ -59,6 +60,8 @@ class GlobalPackedLoader:
             within a buffer of `shuffle_buffer` documents.
         placement: "free", "whole", "contiguous" or "head_tail": which rank stores what, see
             :func:`deepspeed_distca.data.placement.place`.
+        regroup: documents may change places with those of other micro-batches of their step, so that less has to move,
+            see :mod:`deepspeed_distca.data.regrouping`. Left out: with "free" and "whole" placement.
         fill: "exact": every rank has exactly its budget of tokens, and a document is cut at the end of a global batch
             where no whole documents fill it. "whole": documents are never cut, and ranks may have a few tokens less.
         overflow: what becomes of documents longer than the sum of the budgets: "split", "drop" or "error".
@@ -79,7 +82,8 @@ class GlobalPackedLoader:
 
     ``state_dict`` counts the micro-batches that were handed out, not those made ahead; it is the same on every rank.
     A resumed run yields the very batches that the interrupted one would have yielded; it may have another number of
-    ranks or other budgets, if their sums are the same. Global random states are not touched.
+    ranks or other budgets, if their sums are the same (within a step only without `regroup`). Global random states are
+    not touched.
 
     Raises:
         TypeError, ValueError: arguments that cannot be used.
@@ -98,6 +102,7 @@ class GlobalPackedLoader:
         shuffle: bool = True,
         shuffle_buffer: int = 1024,
         placement: Placement = "free",
+        regroup: bool | None = None,
         fill: Fill = "exact",
         overflow: Overflow = "split",
         lookahead: int = 256,
@@ -138,6 +143,8 @@ class GlobalPackedLoader:
         group = self.rank // servers
         weights = None if server_weights is None else _per_rank(list(server_weights), self.num_ranks, "server_weights")
         self._source = read_source(documents)
+        if regroup is None:
+            regroup = placement in ("free", "whole")
         self._batches = StepBatches(
             rank=self.rank % servers,
             group=group,
@@ -150,6 +157,7 @@ class GlobalPackedLoader:
                 "window": window,
                 "even_enough": even_enough,
             },
+            regroup=regroup,
         )
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
@@ -177,6 +185,11 @@ class GlobalPackedLoader:
             "drop_last": drop_last,
             **self._describe_source(),
         }
+        # What else decides that within a step.
+        self._regrouped = None
+        if regroup and gradient_accumulation_steps > 1:
+            terms = None if cost is None else list(cost.terms)
+            self._regrouped = {"budgets": budgets, "servers": servers, "window": window, "cost": terms}
         self._epoch = 0
         self._start = 0  # micro-batches of the epoch that the next loop leaves out
         self._handed_out = 0  # micro-batches of the epoch, those left out included
@@ -204,6 +217,7 @@ class GlobalPackedLoader:
             "version": _STATE_VERSION,
             "epoch": self._epoch,
             "micro_batches": self._handed_out,
+            "regrouped": self._regrouped,
             "identity": self._identity,
         }
 
@@ -220,6 +234,13 @@ class GlobalPackedLoader:
         if differing:
             words = [f"{key} was {given.get(key)!r}, is {self._identity[key]!r}" for key in differing]
             raise ValueError(f"the state belongs to other batches: {'; '.join(words)}")
+        within = int(state["micro_batches"]) % self.gradient_accumulation_steps
+        if within and state.get("regrouped") != self._regrouped:
+            raise ValueError(
+                f"the state was saved after {within} of a step's {self.gradient_accumulation_steps} micro-batches, "
+                f"and its documents were regrouped by {state.get('regrouped')}, now by {self._regrouped}: resume with "
+                "the same ranks and options, or from a state that was saved after a whole step"
+            )
         self._epoch, self._start = int(state["epoch"]), int(state["micro_batches"])
         self._handed_out = self._start
 
@@ -314,14 +335,15 @@ class StepBatches:
         group: of ranks that share documents.
         budgets: tokens of each rank of the group.
         placement: keyword arguments of ``place``.
+        regroup: whether documents may change micro-batches.
     """
 
-    def __init__(self, *, rank: int, group: int, budgets: list[int], placement: dict[str, Any]) -> None:
-        self.rank, self.group, self.budgets, self.placement = rank, group, budgets, placement
+    def __init__(self, *, rank: int, group: int, budgets: list[int], placement: dict[str, Any], regroup: bool) -> None:
+        self.rank, self.group, self.budgets, self.placement, self.regroup = rank, group, budgets, placement, regroup
 
     def __call__(self, packs: Packs, documents: Mapping[int, Document] | IndexedDocuments) -> list[Batch]:
         """One batch for each pack, all with the targets of the step."""
-        batches = [self._batch(pieces, documents) for pieces in packs]
+        batches = [self._batch(pieces, documents) for pieces in self.regrouped(packs)]
         targets = sum(batch["num_targets"] for batch in batches)
         return [{**batch, "step_targets": targets} for batch in batches]
 
@@ -334,6 +356,17 @@ class StepBatches:
             ids[number] = found.input_ids[start : start + length]
             labels[number] = found.labels[start : start + length]
         return batch_from_layout(ids, layout, self.rank, labels)
+
+    def regrouped(self, packs: Packs) -> Packs:
+        """The pieces of the step by the micro-batch that they are trained in."""
+        if not self.regroup:
+            return packs
+        work = work_of(self.placement["cost"] or CostModel.fitted(), self.placement["window"])
+        lengths = [[piece.length for piece in pack] for pack in packs]
+        ranks = sum(tokens > 0 for tokens in self.budgets)
+        groups = regroup(lengths, ranks, max(self.budgets), lambda length: work(0, length))
+        pieces = [piece for pack in packs for piece in pack]
+        return packs if groups is None else [[pieces[i] for i in group] for group in groups]
 
     def layout(self, lengths: Sequence[int]) -> Layout:
         """Where the tokens of documents of these lengths are stored."""

@@ -99,11 +99,7 @@ def place(
         return head_tail
     cost = cost or CostModel.fitted()
     weights = Shares(server_weights, len(budgets), tolerance).weights
-    terms = _both_phases(cost)
-
-    def work(low: int, high: int) -> int:
-        """Of queries [low, high) of a document."""
-        return int(terms(low, high, key_start(low, window), window)) // _UNIT
+    work = work_of(cost, window)
 
     if placement == "whole":
         ranks = divide(lengths, budgets, lambda n: work(0, n), weights)
@@ -134,6 +130,12 @@ def place(
         if bytes_moved < fewest:
             best, fewest = layout, bytes_moved
     return best
+
+
+def work_of(cost: CostModel, window: int | None) -> Callable[[int, int], int]:
+    """The attention work of queries [low, high) of a document, forward and backward, in picoseconds."""
+    terms = _both_phases(cost)
+    return lambda low, high: int(terms(low, high, key_start(low, window), window)) // _UNIT
 
 
 def share_tokens(tokens: int, budgets: Sequence[int]) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 
 from deepspeed_distca.data import AccumulationLoader
 from deepspeed_distca.data.loader import GlobalPackedLoader
+from deepspeed_distca.scheduler.cost_model import CostModel
 
 VOCABULARY = 50_000
 
@@ -168,6 +169,57 @@ def test_a_run_resumes_on_other_ranks() -> None:
         loader.load_state_dict(before[0].state_dict())
     found = documents_of(first) + documents_of([list(loader) for loader in after])
     assert Counter(tuple(ids) for ids, _ in found) == Counter(tuple(map(int, d)) for d in documents)
+
+
+def test_regrouping_changes_micro_batches_but_no_step() -> None:
+    # Of eight documents that fill a rank each the order puts some in either micro-batch of a step.
+    documents = corpus([*[64] * 8, *[4] * 128])
+    options = dict(tokens_per_rank=64, gradient_accumulation_steps=4, cost=CostModel.area())
+    (regrouped,) = epochs(documents, 2, **options)
+    (as_packed,) = epochs(documents, 2, regroup=False, **options)
+    check_exact(documents, regrouped)
+
+    def steps(ranks: list[list[dict]]) -> list[list[list[int]]]:
+        parts = [[batches[i : i + 4] for batches in ranks] for i in range(0, len(ranks[0]), 4)]
+        return [sorted(ids for ids, _ in documents_of(part)) for part in parts]
+
+    assert steps(regrouped) == steps(as_packed)
+    targets = [
+        [sum(batches[i]["step_targets"] for batches in ranks) for i in range(8)] for ranks in (regrouped, as_packed)
+    ]
+    assert targets[0] == targets[1]
+
+    def uneven(ranks: list[list[dict]]) -> int:
+        """Micro-batches in which one rank has a long document and the other has not."""
+        layouts = [batch["layout"] for batch in ranks[0]]
+        longest = [[max(s.length for s in layout.rank(rank)) for rank in range(2)] for layout in layouts]
+        return sum(a != b for a, b in longest)
+
+    assert uneven(regrouped) < uneven(as_packed)
+    # Orders are kept where they are asked for.
+    for placement in ("contiguous", "head_tail"):
+        given, without = (
+            epochs(documents, 2, placement=placement, **options, **more)[0] for more in ({}, {"regroup": False})
+        )
+        assert all(map(same, given, without))
+
+
+def test_a_regrouped_step_resumes_on_the_same_ranks_only() -> None:
+    documents = spread(150)
+    options = dict(seed=1, gradient_accumulation_steps=2)
+
+    def loader(budgets, **more) -> GlobalPackedLoader:
+        return GlobalPackedLoader(documents, budgets, rank=0, num_ranks=len(budgets), **options, **more)
+
+    before = loader([60] * 4)
+    iterator = iter(before)
+    states = [before.state_dict() for _ in islice(iterator, 5)]
+    whole, within = states[3:]
+    loader([100, 140]).load_state_dict(whole)
+    loader([60] * 4).load_state_dict(within)
+    for other in (loader([100, 140]), loader([60] * 4, window=8), loader([60] * 4, regroup=False)):
+        with pytest.raises(ValueError, match="saved after 1 of a step's 2 micro-batches"):
+            other.load_state_dict(within)
 
 
 def test_groups_of_servers() -> None:

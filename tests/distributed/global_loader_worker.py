@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from deepspeed_distca.data import GlobalPackedLoader
+from deepspeed_distca.scheduler.cost_model import CostModel
 from tests.distributed.engine_worker import VOCABULARY, ds_config, full_gradients, reference, tiny_llama
 
 
@@ -26,9 +27,13 @@ def train_case(
 
     engine, *_ = deepspeed.initialize(model=tiny_llama(seed), config=ds_config(zero, accumulation, distca))
     engine.train()
-    batches = GlobalPackedLoader(documents, budgets, gradient_accumulation_steps=accumulation, **loader)
-    losses, gradients, tokens, pieces = [], {}, 0, 0
+    # By pairs alone, long documents are more work even where they are as short as here.
+    loader = {"gradient_accumulation_steps": accumulation, "cost": CostModel.area(), **loader}
+    batches = GlobalPackedLoader(documents, budgets, **loader)
+    as_packed = [batch["layout"] for batch in GlobalPackedLoader(documents, budgets, regroup=False, **loader)]
+    losses, gradients, tokens, pieces, regrouped = [], {}, 0, 0, False
     for index, batch in enumerate(batches):
+        regrouped |= batch["layout"] != as_packed[index]
         tokens += batch["input_ids"].numel()
         pieces = max(pieces, len(batch["layout"].rank(dist.get_rank())))
         loss = engine(**batch).loss
@@ -51,6 +56,7 @@ def train_case(
         "parameters": len(errors),
         "tokens": tokens,
         "pieces": pieces,
+        "regrouped": regrouped,
         "bytes_moved": stats.bytes_moved,
         "balance_before": stats.balance_before,
         "predicted_seconds": stats.predicted_server_seconds[dist.get_rank()],

@@ -80,6 +80,15 @@ def test_a_rank_without_tokens_is_an_attention_server() -> None:
         assert seconds[3] > 0.5 * sum(seconds) / 4, seconds
 
 
+def test_regrouped_steps_are_exact() -> None:
+    lengths = [48, 4, 4, 48, 40, 30, 48, *[4] * 28, 2, 48]
+    cases = [
+        case(lengths, [48, 48], placement, zero=zero, accumulation=4)
+        for placement, zero in (("free", 3), ("whole", 1))
+    ]
+    assert all(outcome["regrouped"] for outcomes in run(cases, 2) for outcome in outcomes)
+
+
 def test_trainer_takes_the_loader_and_resumes_with_it() -> None:
     for losses in run_ranks("tests.distributed.global_loader_worker:trainer_and_engine", 2, timeout=200):
         assert len(losses["engine"]) == len(losses["trainer"]) == 6

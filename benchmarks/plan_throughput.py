@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from steps.batches import MIXES, ONE, Batch, mix, workload
+from steps.batches import MIXES, ONE, OPTIONS, Batch, mix, workload
 
 from deepspeed_distca.attention_server.core_attention import _serve_backward
 from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
@@ -297,8 +297,7 @@ def add_arguments(parser: argparse.ArgumentParser, mixes: list[str], workloads: 
     parser.add_argument("--servers", type=int, default=8, help="ranks that are planned for; none of them is needed")
     parser.add_argument("--tokens", type=int, default=65536, help="of each rank")
     parser.add_argument("--mixes", nargs="*", default=mixes, choices=[*MIXES, ONE])
-    form = "NAME:BATCHES[:shuffled[=SEED]][:whole]"
-    parser.add_argument("--workloads", nargs="*", default=workloads, metavar=form)
+    parser.add_argument("--workloads", nargs="*", default=workloads, metavar=f"NAME:BATCHES{OPTIONS}")
     parser.add_argument("--context", type=int, default=131072, help="of the workloads' sampling")
     parser.add_argument("--q-heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)

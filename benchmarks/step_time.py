@@ -43,7 +43,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from steps import measure
-from steps.batches import MIXES, ONE, Batch, mix, workload
+from steps.batches import MIXES, ONE, OPTIONS, Batch, mix, workload
 from steps.report import Results
 from steps.variants import KINDS, LEFT_OUT, UlyssesAttention, Variant, make_variants
 
@@ -58,9 +58,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--zero", type=int, default=1)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--mixes", nargs="*", default=list(MIXES), choices=[*MIXES, ONE])
-    parser.add_argument(
-        "--workloads", nargs="*", default=[], metavar="NAME:BATCHES[:shuffled[=SEED]][:whole][:skip=N]"
-    )
+    parser.add_argument("--workloads", nargs="*", default=[], metavar=f"NAME:BATCHES{OPTIONS}")
     parser.add_argument("--context", type=int, default=131072, help="of the workloads' sampling")
     parser.add_argument(
         "--variants", nargs="+", default=["plain", "distca", "ulysses"], choices=KINDS, help="in the order to run them"

@@ -16,12 +16,15 @@ import torch
 from workloads.sampling import NAMES, layouts
 
 from deepspeed_distca.data.from_layout import batch_from_layout
-from deepspeed_distca.data.placement import Placement, place
+from deepspeed_distca.data.placement import Placement, place, work_of
+from deepspeed_distca.data.regrouping import regroup
 from deepspeed_distca.layout import DOCUMENT, LENGTH, Layout, Segment
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 
 MIXES = ("long|short", "half|short", "even", "short")
 ONE = "one"
+#: What a workload's spec may say after the number of batches.
+OPTIONS = "[:shuffled[=SEED]][:whole][:skip=N][:step=N]"
 _SHORT = 4096
 _SHUFFLE_SEED = 1
 
@@ -95,7 +98,8 @@ def workload(spec: str, world: int, tokens: int, context: int) -> list[Batch]:
 
     Args:
         spec: NAME:BATCHES, then ":shuffled" or ":shuffled=SEED" for another order than the published one, ":whole" for
-            documents that continue on other ranks, and ":skip=N" to leave out the first N batches.
+            documents that continue on other ranks, ":skip=N" to leave out the first N batches, and ":step=N" for
+            documents that change places among N batches each, as the loader lets those of a step.
         context: which the distribution was sampled for. A batch that is no multiple of it takes the documents of the
             next larger multiple and shortens them in proportion.
 
@@ -103,7 +107,7 @@ def workload(spec: str, world: int, tokens: int, context: int) -> list[Batch]:
         ValueError: a spec of another form, or more batches than the documents last for.
     """
     name, *more = spec.split(":")
-    seed, whole, count, skip = None, False, 0, 0
+    seed, whole, count, skip, step = None, False, 0, 0, 1
     for option in more:
         key, _, value = option.partition("=")
         if key.isdigit() and not value:
@@ -114,11 +118,13 @@ def workload(spec: str, world: int, tokens: int, context: int) -> list[Batch]:
             whole = True
         elif key == "skip" and value.isdigit():
             skip = int(value)
+        elif key == "step" and value.isdigit() and int(value):
+            step = int(value)
         else:
             count = 0
             break
     if name not in NAMES or count < 1:
-        raise ValueError(f"workload {spec!r}: expected {'|'.join(NAMES)}:BATCHES[:shuffled[=SEED]][:whole][:skip=N]")
+        raise ValueError(f"workload {spec!r}: expected {'|'.join(NAMES)}:BATCHES{OPTIONS}")
     group = ":".join([name, *(option for option in more if not option.isdigit() and not option.startswith("skip"))])
     contexts = -(-world * tokens // context)
     found = list(
@@ -126,13 +132,15 @@ def workload(spec: str, world: int, tokens: int, context: int) -> list[Batch]:
     )
     if len(found) < skip + count:
         raise ValueError(f"workload {spec!r}: the documents last for {len(found)} batches of {world * tokens} tokens")
-    batches = []
-    for index, layout in enumerate(found[skip:], start=skip):
-        spread = _spread([s.length for s in layout.rank(0)], world, tokens)
-        if not whole:
-            spread = Layout.from_lengths([[s.length for s in spread.rank(rank)] for rank in range(world)])
-        batches.append(Batch(f"{group} #{index}", group, spread.validate(), whole and world > 1))
-    return batches
+    spread = [_spread([s.length for s in layout.rank(0)], world, tokens) for layout in found[skip:]]
+    keep = (lambda layout: layout) if whole else _cut_at_ends
+    spread = [keep(layout) for layout in spread]
+    for first in range(0, len(spread), step):
+        spread[first : first + step] = map(keep, _regrouped(spread[first : first + step], tokens))
+    return [
+        Batch(f"{group} #{index}", group, layout.validate(), whole and world > 1)
+        for index, layout in enumerate(spread, start=skip)
+    ]
 
 
 def evened(batch: Batch) -> Batch:
@@ -161,13 +169,34 @@ def evened(batch: Batch) -> Batch:
 
 def placed(batch: Batch, placement: Placement) -> Batch:
     """The same documents where a placement of the loader stores them: other ranks, as many tokens on each."""
-    documents, index = np.unique(batch.layout.segments[:, DOCUMENT], return_inverse=True)
-    lengths = np.bincount(index, weights=batch.layout.segments[:, LENGTH]).astype(np.int64)
+    documents, lengths = np.unique(batch.layout.segments[:, DOCUMENT]), _lengths(batch.layout)
     layout = place(lengths, batch.layout.tokens, placement=placement)
     segments = layout.segments.copy()
     segments[:, DOCUMENT] = documents[segments[:, DOCUMENT]]
     layout = Layout(segments, layout.num_ranks).validate()
     return Batch(batch.name, batch.group, layout, whole=len(layout.segments) > len(documents))
+
+
+def _cut_at_ends(layout: Layout) -> Layout:
+    """Each piece of a document on a rank is a document of its own."""
+    return Layout.from_lengths([[s.length for s in layout.rank(rank)] for rank in range(layout.num_ranks)])
+
+
+def _regrouped(layouts: list[Layout], tokens: int) -> list[Layout]:
+    """Documents of these batches where the loader has those of a step; in whole documents, if it moves any."""
+    packs = [_lengths(layout) for layout in layouts]
+    world, work = layouts[0].num_ranks, work_of(CostModel.fitted(), None)
+    groups = regroup(packs, world, tokens, lambda length: work(0, length))
+    if groups is None:
+        return layouts
+    documents = [length for pack in packs for length in pack]
+    return [place([documents[i] for i in group], [tokens] * world, placement="whole") for group in groups]
+
+
+def _lengths(layout: Layout) -> list[int]:
+    """Of the documents, by their ids."""
+    _, index = np.unique(layout.segments[:, DOCUMENT], return_inverse=True)
+    return np.bincount(index, weights=layout.segments[:, LENGTH]).astype(np.int64).tolist()
 
 
 def _cut(tokens: int, length: int) -> list[int]:

@@ -134,6 +134,25 @@ def test_batches_can_be_skipped(steps) -> None:
     assert batches.workload("prolong:1:shuffled:skip=3", 2, 65536, 131072) == everything[3:]
 
 
+def test_documents_change_places_among_the_batches_of_a_step(steps) -> None:
+    batches, _ = steps
+    as_packed = batches.workload("prolong:8:shuffled", 2, 65536, 131072)
+    regrouped = batches.workload("prolong:8:shuffled:step=4", 2, 65536, 131072)
+    for first in (0, 4):
+        lengths = [
+            sorted(n for batch in found[first : first + 4] for n in batch.layout.segments[:, LENGTH].tolist())
+            for found in (as_packed, regrouped)
+        ]
+        assert lengths[0] == lengths[1]
+    for batch in regrouped:
+        assert batch.layout.tokens.tolist() == [65536] * 2 and not batch.whole
+
+    def busiest(found) -> int:
+        return sum(max(sum(s.length**2 for s in batch.layout.rank(rank)) for rank in range(2)) for batch in found)
+
+    assert busiest(regrouped) < 0.9 * busiest(as_packed)
+
+
 @pytest.mark.parametrize("placement", ["whole", "free"])
 def test_placed_batches_have_the_same_documents(steps, placement: str) -> None:
     batches, _ = steps

@@ -42,6 +42,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
+from steps.ending import leave
 from transformers import LlamaConfig, LlamaForCausalLM
 from workloads.sampling import document_lengths
 
@@ -351,8 +352,7 @@ def main() -> None:
         expected = len(rows) * statistics.median(row.ms[-1] for row in rows.values()) / 1e3
     if dist.get_rank() == 0:
         report(args, rows)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def _card() -> str:

@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from steps import measure
 from steps.batches import MIXES, ONE, OPTIONS, Batch, mix, workload
+from steps.ending import leave
 from steps.report import Results
 from steps.variants import KINDS, LEFT_OUT, UlyssesAttention, Variant, make_variants
 
@@ -132,8 +133,7 @@ def main() -> None:
             break
     if dist.get_rank() == 0:
         report(args, results)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def run(

@@ -131,6 +131,10 @@ class GlobalPackedLoader:
                 raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
         if placement not in PLACEMENTS:
             raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
+        if regroup is None:
+            regroup = placement in ("free", "whole")
+        elif not isinstance(regroup, bool):
+            raise ValueError(f"regroup must be True, False or None, got {regroup!r}")
         budgets = _per_rank(tokens_per_rank, self.num_ranks, "tokens_per_rank")
         groups = [budgets[i : i + servers] for i in range(0, self.num_ranks, servers)]
         self._packer_options = {
@@ -143,8 +147,6 @@ class GlobalPackedLoader:
         group = self.rank // servers
         weights = None if server_weights is None else _per_rank(list(server_weights), self.num_ranks, "server_weights")
         self._source = read_source(documents)
-        if regroup is None:
-            regroup = placement in ("free", "whole")
         self._batches = StepBatches(
             rank=self.rank % servers,
             group=group,

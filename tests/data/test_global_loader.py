@@ -331,6 +331,7 @@ def test_wrong_arguments() -> None:
         (dict(tokens_per_rank=[-1, 3]), "at least 0"),
         (dict(tokens_per_rank=[4, 0], servers=1), "budget of at least 1"),
         (dict(placement="best"), "placement must be"),
+        (dict(regroup="free"), "regroup must be True, False or None, got 'free'"),
         (dict(gradient_accumulation_steps=0), "gradient_accumulation_steps must be"),
         (dict(server_weights=[1, 2, 3]), "server_weights must be"),
         (dict(seed=-1), "seed must be"),

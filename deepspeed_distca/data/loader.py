@@ -19,13 +19,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from deepspeed_distca.data.documents import Document
-from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.data.global_packing import Fill, GlobalPacker, PackingCounts, Step
-from deepspeed_distca.data.packing import Overflow, Piece
-from deepspeed_distca.data.placement import PLACEMENTS, Placement, place, work_of
-from deepspeed_distca.data.regrouping import regroup
+from deepspeed_distca.data.packing import Overflow
+from deepspeed_distca.data.placement import PLACEMENTS, Placement
 from deepspeed_distca.data.sources import IndexedDocuments, StreamedDocuments, read_source
-from deepspeed_distca.layout import Layout
+from deepspeed_distca.data.step_batches import Batch, Packs, StepBatches
 from deepspeed_distca.scheduler.cost_model import CostModel
 
 logger = logging.getLogger(__name__)
@@ -33,10 +31,6 @@ logger = logging.getLogger(__name__)
 _STATE_VERSION = 1
 #: Documents whose lengths are turned into Python integers at once.
 _BLOCK = 8192
-
-Batch = dict[str, Any]
-#: For each micro-batch of a step, the pieces of a group's pack and the documents that they are of.
-Packs = list[list[Piece]]
 
 
 class GlobalPackedLoader:
@@ -327,52 +321,6 @@ class GlobalPackedLoader:
         lengths = self._source.lengths
         digest = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
         return {"documents": f"{len(lengths)} of {int(lengths.sum())} tokens, lengths {digest}"}
-
-
-class StepBatches:
-    """Makes the batches of one rank for the micro-batches of a step; what workers need, and no more.
-
-    Args:
-        rank: among the ranks of its group.
-        group: of ranks that share documents.
-        budgets: tokens of each rank of the group.
-        placement: keyword arguments of ``place``.
-        regroup: whether documents may change micro-batches.
-    """
-
-    def __init__(self, *, rank: int, group: int, budgets: list[int], placement: dict[str, Any], regroup: bool) -> None:
-        self.rank, self.group, self.budgets, self.placement, self.regroup = rank, group, budgets, placement, regroup
-
-    def __call__(self, packs: Packs, documents: Mapping[int, Document] | IndexedDocuments) -> list[Batch]:
-        """One batch for each pack, all with the targets of the step."""
-        batches = [self._batch(pieces, documents) for pieces in self.regrouped(packs)]
-        targets = sum(batch["num_targets"] for batch in batches)
-        return [{**batch, "step_targets": targets} for batch in batches]
-
-    def _batch(self, pieces: list[Piece], documents: Mapping[int, Document] | IndexedDocuments) -> Batch:
-        layout = self.layout([piece.length for piece in pieces])
-        ids, labels = {}, {}
-        for number in {segment.document for segment in layout.rank(self.rank)}:
-            document, start, length = pieces[number]
-            found = documents[document]
-            ids[number] = found.input_ids[start : start + length]
-            labels[number] = found.labels[start : start + length]
-        return batch_from_layout(ids, layout, self.rank, labels)
-
-    def regrouped(self, packs: Packs) -> Packs:
-        """The pieces of the step by the micro-batch that they are trained in."""
-        if not self.regroup:
-            return packs
-        work = work_of(self.placement["cost"] or CostModel.fitted(), self.placement["window"])
-        lengths = [[piece.length for piece in pack] for pack in packs]
-        ranks = sum(tokens > 0 for tokens in self.budgets)
-        groups = regroup(lengths, ranks, max(self.budgets), lambda length: work(0, length))
-        pieces = [piece for pack in packs for piece in pack]
-        return packs if groups is None else [[pieces[i] for i in group] for group in groups]
-
-    def layout(self, lengths: Sequence[int]) -> Layout:
-        """Where the tokens of documents of these lengths are stored."""
-        return place(lengths, self.budgets, **self.placement)
 
 
 class _SkipFirst:

@@ -12,36 +12,22 @@ What is reported: NOTES. To try the script it runs on CPU too: `--tokens 1024 --
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
-import shlex
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
-from steps.batches import MIXES, ONE, OPTIONS, Batch, mix, workload
+from steps.batches import Batch
+from steps.servers import Report, ServerCalls, Setting, add_arguments, batches_of, setting, table
 
-from deepspeed_distca.attention_server.core_attention import _serve_backward
-from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
-from deepspeed_distca.attention_server.kernels.libraries import distribution_version
-from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlanOptions
-from deepspeed_distca.attention_server.row_dots import row_dots
+from deepspeed_distca.attention_server.kernels import KernelError
+from deepspeed_distca.attention_server.phase_planner import PhasePlanner
 from deepspeed_distca.attention_server.server_plan import ServerPlan
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
-from deepspeed_distca.config import DistCAConfig
-from deepspeed_distca.integrations.cost_choice import agreed_cost_model
-from deepspeed_distca.integrations.plan_options import plan_options
-from deepspeed_distca.profiling.measure import Stopwatch
-from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
-from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.attention_server.tasks import TaskBatch
+from deepspeed_distca.scheduler.cost_model import PHASES
 
 NOTES = """\
 A server's workspace batch is all tasks that it computes on rows brought together for it: one kernel call forward;
@@ -91,55 +77,25 @@ class Row:
 
 
 class Bench:
-    """One kernel on one device: times the batches of a server."""
+    """Times the batches of a server."""
 
-    def __init__(self, kernel: Kernel, cost: CostModel, dtype: torch.dtype, device: torch.device) -> None:
-        self._kernel, self._cost, self._dtype, self._device = kernel, cost, dtype, device
-        self._heads = cost.heads
-        self._spec = AttentionSpec(self._heads.head_dim**-0.5)
-        # The one that cost models are measured by.
-        self._stopwatch = Stopwatch(device, dtype)
+    def __init__(self, where: Setting) -> None:
+        self._cost, self._calls = where.cost, ServerCalls(where)
 
     def measure(self, plan: ServerPlan, phase: str, repeats: int) -> tuple[Timed, Timed, Timed | None]:
         """The batch in the workspace, whole documents of its area, and the batch at home if there is one."""
         batches = [plan.remote, whole_documents(plan.remote), *([plan.local] if len(plan.local) else [])]
-        calls = [self._in_workspace(plan, phase), *(self._in_place(tasks, phase) for tasks in batches[1:])]
+        calls = [self._calls.in_workspace(plan, phase), *(self._calls.in_place(tasks, phase) for tasks in batches[1:])]
         taken = []
         for _ in range(repeats + 1):  # in turns, so that clocks are alike
-            taken.append([self._stopwatch(call) for call in calls])
+            taken.append([self._calls.stopwatch(call) for call in calls])
         seconds = [median(times) for times in zip(*taken[1:], strict=True)]  # the first compiles
         timed = [self._timed(tasks, phase, s) for tasks, s in zip(batches, seconds, strict=True)]
         return timed[0], timed[1], timed[2] if len(timed) > 2 else None
 
-    def _in_workspace(self, plan: ServerPlan, phase: str) -> Callable[[], object]:
-        q, k, v, dout, out, lse = self._rows(plan.remote)
-        if phase == "forward":
-            return lambda: self._kernel.forward(q, k, v, plan.remote, self._spec)
-        self._kernel.forward(q, k, v, plan.remote, self._spec, out, lse)
-        stats = torch.stack([lse.t(), row_dots(dout, out).t()], dim=1)
-        # Private, but the very thing to be measured.
-        return lambda: _serve_backward(plan, self._kernel, self._spec, dout, q, k, v, stats)
-
-    def _in_place(self, tasks: TaskBatch, phase: str) -> Callable[[], object]:
-        q, k, v, dout, out, lse = self._rows(tasks)
-        if phase == "forward":
-            return lambda: self._kernel.forward(q, k, v, tasks, self._spec, out, lse)
-        self._kernel.forward(q, k, v, tasks, self._spec, out, lse)
-        wide = self._kernel.grad_dtype(q.dtype)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide)
-        return lambda: self._kernel.backward(
-            dout, q, k, v, lse, tasks, self._spec, out=out, delta=None, dq=dq, dk=dk, dv=dv
-        )
-
-    def _rows(self, tasks: TaskBatch) -> tuple[torch.Tensor, ...]:
-        """q, k, v, dout at random; out and lse zero, since rows of no task must be finite."""
-        h, query, key = self._heads, tasks.q_rows, tasks.k_rows
-        shapes = [(query, h.query), (key, h.key_value), (key, h.key_value), (query, h.query)]
-        q, k, v, dout = (torch.randn(*s, h.head_dim, device=self._device, dtype=self._dtype) for s in shapes)
-        return q, k, v, dout, torch.zeros_like(q), torch.zeros(h.query, query, device=self._device)
-
     def _timed(self, tasks: TaskBatch, phase: str, seconds: float) -> Timed:
-        flops = 4 * tasks.area * self._heads.query * self._heads.head_dim * (1 if phase == "forward" else 2.5)
+        heads = self._cost.heads
+        flops = 4 * tasks.area * heads.query * heads.head_dim * (1 if phase == "forward" else 2.5)
         # Causal without a window: the first key is the document's first.
         load = self._cost.cost(tasks.k_len - tasks.q_len, tasks.k_len, 0 * tasks.k_len, None, phase).sum()
         predicted = float(self._cost.seconds(load))
@@ -171,16 +127,8 @@ def largest(plans: Sequence[ServerPlan], count: int) -> list[tuple[int, int]]:
     return [(servers[0], len(servers)) for servers in list(alike.values())[:count]]
 
 
-class Results:
+class Results(Report):
     """Everything that was measured, and its tables."""
-
-    def __init__(self, about: dict[str, Any]) -> None:
-        self.about, self.rows, self.notes = about, [], []
-
-    def note(self, text: str) -> None:
-        """A remark for the report, shown at once."""
-        self.notes.append(text)
-        print(text, flush=True)
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -191,17 +139,6 @@ class Results:
             + (f"; at home {home.ms:.2f} ms, {home.error:+.1%}" if home else ""),
             flush=True,
         )
-
-    def save_json(self, path: Path) -> None:
-        path.write_text(json.dumps({**self.about, "notes": self.notes, "rows": [asdict(r) for r in self.rows]}))
-
-    def markdown(self) -> str:
-        about = self.about
-        head = (
-            f"**{about['card']}, {about['date']}**, torch {about['torch']}, kernel {about['kernel']}, cost model "
-            f"{about['cost_model']}; plans for {about['args']['servers']} ranks. `{about['command']}`"
-        )
-        return "\n\n".join([head, *self.notes, self.summary(), NOTES, self.servertable()]) + "\n"
 
     def summary(self) -> str:
         """Shares, then errors: a line for each group of batches and phase, and for all of them."""
@@ -220,7 +157,8 @@ class Results:
             head += [f"{place}: ms", "predicted", "error", "signed"]
         return f"{first}\n\n{table(head, errors)}"
 
-    def servertable(self) -> str:
+    def details(self) -> str:
+        """A line for each server and phase."""
         head = ["batch", "phase", "server", "alike", "tasks", "calls", "query rows", "key rows", "workspace, ms"]
         head += ["predicted", "whole documents, ms", "share", "home: tasks", "home, ms", "predicted"]
         lines = []
@@ -263,92 +201,11 @@ def _ms(value: float) -> str:
     return f"{value:.2f}"
 
 
-def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    rows = [head, ["---"] * len(head), *([str(cell).replace("|", "\\|") for cell in line] for line in lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def about(args: argparse.Namespace, device: torch.device, kernel: Kernel, cost_source: str) -> dict[str, Any]:
-    """What a reader needs to know, JSON values."""
-    distribution = getattr(sys.modules[type(kernel).__module__], "DISTRIBUTION", None)
-    version = "" if distribution is None else f" ({distribution} {distribution_version(distribution)})"
-    files = (args.json, args.save)  # named without the folders of one machine
-    words = [Path(word).name if Path(word) in files else word for word in sys.argv[1:]]
-    return {
-        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "torch": str(torch.__version__),
-        "kernel": kernel.name + version,
-        "cost_model": cost_source,
-        "command": shlex.join([f"benchmarks/{Path(sys.argv[0]).name}", *words]),
-        "args": {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()},
-    }
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, ["long|short"], ["pretrain:4:shuffled", "prolong:4:shuffled"])
     parser.add_argument("--servers-per-batch", type=int, default=2, help="of each phase")
     return parser.parse_args()
-
-
-def add_arguments(parser: argparse.ArgumentParser, mixes: list[str], workloads: list[str]) -> None:
-    """What this script shares with server_balance.py; the lists are defaults."""
-    parser.add_argument("--servers", type=int, default=8, help="ranks that are planned for; none of them is needed")
-    parser.add_argument("--tokens", type=int, default=65536, help="of each rank")
-    parser.add_argument("--mixes", nargs="*", default=mixes, choices=[*MIXES, ONE])
-    parser.add_argument("--workloads", nargs="*", default=workloads, metavar=f"NAME:BATCHES{OPTIONS}")
-    parser.add_argument("--context", type=int, default=131072, help="of the workloads' sampling")
-    parser.add_argument("--q-heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--kernel", help="default: as the plugin chooses")
-    parser.add_argument("--cost-model", help="the file of a profile; default: as the plugin chooses")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--budget-seconds", type=float, help="stop after that long and report what there is")
-    parser.add_argument("--json", type=Path, help="everything that was measured, rewritten as it comes")
-    parser.add_argument("--save", type=Path, help="the report in Markdown")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What runs where, as the plugin would choose it for the arguments."""
-
-    kernel: Kernel
-    cost: CostModel
-    cost_source: str
-    options: PlanOptions
-    dtype: torch.dtype
-    device: torch.device
-
-
-def setting(args: argparse.Namespace) -> Setting:
-    """The kernel, the cost model and the options of planning for the arguments' heads on this device."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = torch.bfloat16
-    heads = Heads(args.q_heads, args.kv_heads, args.head_dim, element_size=dtype.itemsize)
-    config = DistCAConfig(kernel=args.kernel, cost_model=args.cost_model)
-    sizes = {"q_heads": args.q_heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
-    kernel = select_kernel(config.kernel, device=device, dtype=dtype, **sizes)
-    choice = agreed_cost_model(config, heads, device=device, dtype=dtype)
-    hidden = args.q_heads * args.head_dim
-    # step_time.py's model: whether moving rows pays depends on its linear work.
-    model = SimpleNamespace(
-        hidden_size=hidden,
-        intermediate_size=hidden * 7 // 2,
-        num_attention_heads=args.q_heads,
-        num_key_value_heads=args.kv_heads,
-        head_dim=args.head_dim,
-    )
-    return Setting(kernel, choice.cost, choice.source, plan_options(config, device, model), dtype, device)
-
-
-def batches_of(args: argparse.Namespace) -> list[Batch]:
-    """The mixes, then the workloads."""
-    batches = [mix(name, args.servers, args.tokens) for name in args.mixes]
-    for spec in args.workloads:
-        batches += workload(spec, args.servers, args.tokens, args.context)
-    return batches
 
 
 def run(
@@ -374,8 +231,7 @@ def run(
                     continue
                 calls = 1 if phase == "forward" else len(plan.waves)
                 results.add(Row(batch.name, batch.group, phase, server, alike, calls, *timed))
-        if args.json:
-            results.save_json(args.json)
+        results.save_json()
     if any(unmoved.values()):
         counts = ", ".join(f"{count} {phase}" for phase, count in unmoved.items())
         results.note(f"Of {len(batches)} batches no row moves in {counts}.")
@@ -388,13 +244,9 @@ def main() -> None:
     where = setting(args)
     # Results leave early by peer copies, the default of a node's GPUs.
     planners = [PhasePlanner(rank, where.cost, where.options, early=True) for rank in range(args.servers)]
-    results = Results(about(args, where.device, where.kernel, where.cost_source))
-    run(args, Bench(where.kernel, where.cost, where.dtype, where.device), planners, batches_of(args), results)
-    if args.json:
-        results.save_json(args.json)
-    if args.save:
-        args.save.write_text(results.markdown())
-    print(f"\n{results.summary()}", flush=True)
+    results = Results(args, where)
+    run(args, Bench(where), planners, batches_of(args), results)
+    results.finish(NOTES)
 
 
 if __name__ == "__main__":

@@ -14,27 +14,20 @@ cost, whole steps on several GPUs must tell. To try the script it runs on CPU to
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
 
 import numpy as np
 import torch
-from plan_throughput import Setting, about, add_arguments, batches_of, setting, table
 from steps.batches import Batch
+from steps.servers import Report, ServerCalls, Setting, add_arguments, batches_of, setting, table
 
-from deepspeed_distca.attention_server.core_attention import _serve_backward
 from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlannedPhase
-from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.server_plan import ServerPlan
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.profiling.measure import Stopwatch
 from deepspeed_distca.scheduler.cost_model import PHASES
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
@@ -53,7 +46,8 @@ LEAST_GAIN = 0.01
 
 @dataclass(frozen=True)
 class Phase:
-    """Every server's attention in one phase of a batch: measured ms and predicted seconds, before and as planned."""
+    """Every server's attention in one phase of a batch, before and as planned: measured ms and predicted load in
+    femtoseconds; and the bytes that each rank sends in a layer."""
 
     before_ms: list[float]
     planned_ms: list[float]
@@ -63,12 +57,10 @@ class Phase:
 
 
 class Servers:
-    """Runs single servers' attention on one device, on the same random rows."""
+    """Runs single servers' attention on one device."""
 
     def __init__(self, where: Setting) -> None:
-        self._where, self._stopwatch = where, Stopwatch(where.device, where.dtype)
-        self._spec = AttentionSpec(where.cost.heads.head_dim**-0.5)
-        self._rows: dict[str, torch.Tensor] = {}
+        self._calls = ServerCalls(where)
 
     def measure(self, layout: Layout, planned: PlannedPhase, repeats: int) -> Phase:
         """All servers in turn, so that none of them has the cool card for itself."""
@@ -88,46 +80,11 @@ class Servers:
     def _server(self, plan: ServerPlan, phase: str) -> float:
         """Seconds of its tasks in place and of those in its workspace."""
         seconds = 0.0
-        for tasks, prepare in ((plan.local, self._in_place), (plan.remote, self._in_workspace)):
-            if len(tasks):
-                seconds += self._stopwatch(prepare(plan, tasks, phase))
+        if len(plan.local):
+            seconds += self._calls.stopwatch(self._calls.in_place(plan.local, phase))
+        if len(plan.remote):
+            seconds += self._calls.stopwatch(self._calls.in_workspace(plan, phase))
         return seconds
-
-    def _in_place(self, plan: ServerPlan, tasks: TaskBatch, phase: str) -> Callable[[], object]:
-        kernel, spec = self._where.kernel, self._spec
-        q, k, v, dout, out, lse = self._take(tasks)
-        if phase == "forward":
-            return lambda: kernel.forward(q, k, v, tasks, spec, out, lse)
-        kernel.forward(q, k, v, tasks, spec, out, lse)
-        wide = kernel.grad_dtype(q.dtype)
-        dq, dk, dv = self._some("dq", q.shape), self._some("dk", k.shape, wide), self._some("dv", v.shape, wide)
-        return lambda: kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, dq=dq, dk=dk, dv=dv)
-
-    def _in_workspace(self, plan: ServerPlan, tasks: TaskBatch, phase: str) -> Callable[[], object]:
-        kernel, spec = self._where.kernel, self._spec
-        q, k, v, dout, out, lse = self._take(tasks)
-        if phase == "forward":
-            return lambda: kernel.forward(q, k, v, tasks, spec)
-        kernel.forward(q, k, v, tasks, spec, out, lse)
-        stats = torch.stack([lse.t(), row_dots(dout, out).t()], dim=1)
-        # Private, but the very thing to be measured.
-        return lambda: _serve_backward(plan, kernel, spec, dout, q, k, v, stats)
-
-    def _take(self, tasks: TaskBatch) -> tuple[torch.Tensor, ...]:
-        """q, k, v, dout and out at random, and an lse."""
-        heads = self._where.cost.heads
-        query, key = (tasks.q_rows, heads.query, heads.head_dim), (tasks.k_rows, heads.key_value, heads.head_dim)
-        shapes = {"q": query, "k": key, "v": key, "dout": query, "out": query}
-        lse = torch.zeros(heads.query, tasks.q_rows, device=self._where.device)
-        return *(self._some(name, shape) for name, shape in shapes.items()), lse
-
-    def _some(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The first rows of a buffer that grows as needed."""
-        have = self._rows.get(name)
-        if have is None or len(have) < shape[0]:
-            have = torch.randn(*shape, device=self._where.device, dtype=dtype or self._where.dtype)
-            self._rows[name] = have
-        return have[: shape[0]]
 
 
 @dataclass(frozen=True)
@@ -153,33 +110,14 @@ class Row:
         return np.sum([phase.sent for phase in self.phases.values()], axis=0) / 2**20
 
 
-class Results:
+class Results(Report):
     """Everything that was measured, and its tables."""
 
-    def __init__(self, about: dict[str, Any]) -> None:
-        self.about, self.rows, self.notes = about, [], []
-
-    def note(self, text: str) -> None:
-        """A remark for the report, shown at once."""
-        self.notes.append(text)
-        print(text, flush=True)
+    card = "One {}"
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
         print(" | ".join(str(cell) for cell in [row.batch, *_cells([row])]), flush=True)
-
-    def save_json(self, path: Path) -> None:
-        rows = [asdict(row) for row in self.rows]
-        path.write_text(json.dumps({**self.about, "notes": self.notes, "rows": rows}))
-
-    def markdown(self) -> str:
-        about = self.about
-        head = (
-            f"**One {about['card']}, {about['date']}**, torch {about['torch']}, kernel {about['kernel']}, cost model "
-            f"{about['cost_model']}; plans for {about['args']['servers']} ranks of {about['args']['tokens']} tokens. "
-            f"`{about['command']}`"
-        )
-        return "\n\n".join([head, *self.notes, self.summary(), NOTES, self.by_batch()]) + "\n"
 
     def summary(self) -> str:
         """A line for each group of batches, and for all of them."""
@@ -188,7 +126,8 @@ class Results:
             groups["all"] = self.rows
         return _lines([[f"{name} ({len(rows)})", *_cells(rows)] for name, rows in groups.items()])
 
-    def by_batch(self) -> str:
+    def details(self) -> str:
+        """A line for each batch."""
         return _lines([[row.batch, *_cells([row])] for row in self.rows])
 
 
@@ -235,8 +174,7 @@ def run(args: argparse.Namespace, where: Setting, batches: Sequence[Batch], resu
         phases = {phase: servers.measure(batch.layout, planned[phase], args.repeats) for phase in PHASES}
         results.add(Row(batch.name, batch.group, phases))
         taken.append(time.monotonic() - begin)
-        if args.json:
-            results.save_json(args.json)
+        results.save_json()
 
 
 @torch.no_grad()
@@ -247,13 +185,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     where = setting(args)
-    results = Results(about(args, where.device, where.kernel, where.cost_source))
+    results = Results(args, where)
     run(args, where, batches_of(args), results)
-    if args.json:
-        results.save_json(args.json)
-    if args.save:
-        args.save.write_text(results.markdown())
-    print(f"\n{results.summary()}", flush=True)
+    results.finish(NOTES)
 
 
 if __name__ == "__main__":

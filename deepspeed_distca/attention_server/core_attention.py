@@ -199,8 +199,8 @@ def _serve_backward(p: ServerPlan, kernel: Kernel, spec, dout, q, k, v, stats):
 
     dk, dv = torch.empty_like(k, dtype=grad_dtype), torch.empty_like(v, dtype=grad_dtype)
     # Within a wave no two tasks share keys: it writes the rows of its tasks, and no others.
-    for tasks in p.waves[:1]:
-        run(tasks, dk, dv)
+    if p.waves:
+        run(p.waves[0], dk, dv)
     if len(p.waves) <= 1:
         return dq, dk, dv
     for gap in p.waves[0].key_gaps:

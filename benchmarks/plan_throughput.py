@@ -86,10 +86,10 @@ class Bench:
         """The batch in the workspace, whole documents of its area, and the batch at home if there is one."""
         batches = [plan.remote, whole_documents(plan.remote), *([plan.local] if len(plan.local) else [])]
         calls = [self._calls.in_workspace(plan, phase), *(self._calls.in_place(tasks, phase) for tasks in batches[1:])]
-        taken = []
-        for _ in range(repeats + 1):  # in turns, so that clocks are alike
-            taken.append([self._calls.stopwatch(call) for call in calls])
-        seconds = [median(times) for times in zip(*taken[1:], strict=True)]  # the first compiles
+        # In turns and without a pause, so that clocks are alike, and those of training.
+        taken = [[self._calls.stopwatch.start(call) for call in calls] for _ in range(repeats + 1)]
+        # The first turn compiles.
+        seconds = [median(read() for read in reads) for reads in zip(*taken[1:], strict=True)]
         timed = [self._timed(tasks, phase, s) for tasks, s in zip(batches, seconds, strict=True)]
         return timed[0], timed[1], timed[2] if len(timed) > 2 else None
 

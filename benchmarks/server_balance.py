@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -70,21 +70,21 @@ class Servers:
         )
         turns = []
         for _ in range(repeats + 1):
-            pairs = zip(homes, plans, strict=True)
-            turns.append([[self._server(plan, planned.phase) for plan in pair] for pair in pairs])
+            started = [[self._start(plan, planned.phase) for plan in pair] for pair in zip(homes, plans, strict=True)]
+            turns.append([[sum(read() for read in reads) for reads in pair] for pair in started])
         # The first compiles.
         ms = 1e3 * np.median(np.array(turns[1:]), axis=0)
         loads = planned.tasks.loads_before.tolist(), planned.tasks.loads.tolist()
         return Phase(ms[:, 0].tolist(), ms[:, 1].tolist(), *loads, planned.sent.tolist())
 
-    def _server(self, plan: ServerPlan, phase: str) -> float:
-        """Seconds of its tasks in place and of those in its workspace."""
-        seconds = 0.0
+    def _start(self, plan: ServerPlan, phase: str) -> list[Callable[[], float]]:
+        """Its tasks in place and those in its workspace; what is returned waits and says the seconds of each."""
+        started = []
         if len(plan.local):
-            seconds += self._calls.stopwatch(self._calls.in_place(plan.local, phase))
+            started.append(self._calls.stopwatch.start(self._calls.in_place(plan.local, phase)))
         if len(plan.remote):
-            seconds += self._calls.stopwatch(self._calls.in_workspace(plan, phase))
-        return seconds
+            started.append(self._calls.stopwatch.start(self._calls.in_workspace(plan, phase)))
+        return started
 
 
 @dataclass(frozen=True)

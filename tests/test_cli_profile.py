@@ -57,8 +57,8 @@ def test_save_stores_there_alone(tmp_path, capsys, monkeypatch):
     true = CostModel.fitted(HEADS)
     monkeypatch.setattr(
         KernelBench,
-        "seconds",
-        lambda self, shape: {p: float(predict(true.phase(p), shape.features[None])[0]) for p in PHASES},
+        "start",
+        lambda self, shape: {p: lambda p=p: float(predict(true.phase(p), shape.features[None])[0]) for p in PHASES},
     )
     path = tmp_path / "new" / "mine.json"
     assert main(["profile", *SMALL, "--tokens", "4096", "--windows", "512,32", "--save", str(path)]) == 0

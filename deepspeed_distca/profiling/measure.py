@@ -29,8 +29,8 @@ _MEMORY_SHARE = 0.6
 class Stopwatch:
     """Seconds of a call: the device's on GPUs, the host's on CPU.
 
-    On a GPU a matrix product goes first. It keeps the device busy while the host launches the call, whose launches
-    would be measured otherwise, and leaves caches and clocks as a model's linear layers do.
+    On a GPU matrix products go first. They keep the device busy while the host launches the call, whose launches
+    would be measured otherwise, and leave caches and clocks as a model's linear layers do.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -40,19 +40,32 @@ class Stopwatch:
             self._a, self._b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
             self._product = torch.empty_like(self._a)
 
-    def __call__(self, call: Callable[[], object]) -> float:
+    def start(self, call: Callable[[], object]) -> Callable[[], float]:
+        """Runs it, on a GPU only launches it; what is returned waits and says the seconds.
+
+        A device that is waited for after every call rests while the host launches the next one, and its clock can
+        be higher afterwards than in training.
+        """
         if self._device.type != "cuda":
             start = time.perf_counter()
             call()
-            return time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            return lambda: seconds
         for _ in range(2):
             torch.mm(self._a, self._b, out=self._product)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
         end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+
+        def read() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end) / 1e3
+
+        return read
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        return self.start(call)()
 
 
 class KernelBench:
@@ -76,17 +89,21 @@ class KernelBench:
         self._out = torch.empty_like(self._dout)
         self._lse = torch.empty(heads.query * limits.longest, device=device, dtype=torch.float32)
 
-    def seconds(self, shape: Shape) -> dict[str, float]:
-        """Of one forward and one backward call."""
+    def start(self, shape: Shape) -> dict[str, Callable[[], float]]:
+        """One forward and one backward call, by phase; the seconds of each are read afterwards (Stopwatch.start)."""
         tasks, spec = shape.tasks, AttentionSpec(self.heads.head_dim**-0.5, shape.window)
         q, dout, dq, out = (x[: tasks.q_rows] for x in (self._q, self._dout, self._dq, self._out))
         k, v, dk, dv = (x[: tasks.k_rows] for x in (self._k, self._v, self._dk, self._dv))
         lse = self._lse[: self.heads.query * tasks.q_rows].view(self.heads.query, -1)
-        forward = self._stopwatch(lambda: self.kernel.forward(q, k, v, tasks, spec, out, lse))
-        backward = self._stopwatch(
+        forward = self._stopwatch.start(lambda: self.kernel.forward(q, k, v, tasks, spec, out, lse))
+        backward = self._stopwatch.start(
             lambda: self.kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, dq=dq, dk=dk, dv=dv)
         )
         return {"forward": forward, "backward": backward}
+
+    def seconds(self, shape: Shape) -> dict[str, float]:
+        """Of one forward and one backward call, with the device waited for after both."""
+        return {phase: read() for phase, read in self.start(shape).items()}
 
 
 @dataclass(frozen=True)
@@ -116,9 +133,9 @@ def measure(bench: KernelBench, shapes: Sequence[Shape], budget: float) -> Measu
             bench.seconds(shape)
         while rounds < _MOST_ROUNDS:
             before = time.perf_counter()
-            for index, shape in enumerate(shapes):
-                for phase, seconds in bench.seconds(shape).items():
-                    samples[phase][index].append(seconds)
+            for index, reads in enumerate([bench.start(shape) for shape in shapes]):
+                for phase, read in reads.items():
+                    samples[phase][index].append(read())
             rounds += 1
             now = time.perf_counter()
             if rounds >= _FEWEST_ROUNDS and now - start + (now - before) > budget:

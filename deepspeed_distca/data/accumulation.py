@@ -138,6 +138,7 @@ class AccumulationLoader:
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         self._skip = int(state["handed_out"])
+        self._window_state, self._handed_out = state["loader"], self._skip  # until a loop begins
 
 
 def _num_targets(batch: Mapping[str, Any]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,11 @@ from deepspeed_distca.data.documents import Document
 from deepspeed_distca.data.global_packing import Fill, GlobalPacker, PackingCounts, Step
 from deepspeed_distca.data.packing import Overflow
 from deepspeed_distca.data.placement import PLACEMENTS, Placement
+from deepspeed_distca.data.regrouping import REGROUPING_VERSION
 from deepspeed_distca.data.sources import IndexedDocuments, StreamedDocuments, read_source
-from deepspeed_distca.data.step_batches import Batch, Packs, StepBatches
+from deepspeed_distca.data.step_batches import Batch, Packs, StepBatches, divide_again, join
 from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +141,10 @@ class GlobalPackedLoader:
         }
         self._packer = GlobalPacker(**self._packer_options)
         group = self.rank // servers
-        weights = None if server_weights is None else _per_rank(list(server_weights), self.num_ranks, "server_weights")
+        weights = None if server_weights is None else _per_rank(server_weights, self.num_ranks, "server_weights")
+        if weights is not None:
+            for first in range(0, self.num_ranks, servers):  # of all groups: an error is one on every rank
+                Shares(weights[first : first + servers], servers, 0.0)
         self._source = read_source(documents)
         self._batches = StepBatches(
             rank=self.rank % servers,
@@ -184,11 +189,18 @@ class GlobalPackedLoader:
         # What else decides that within a step.
         self._regrouped = None
         if regroup and gradient_accumulation_steps > 1:
-            terms = None if cost is None else list(cost.terms)
-            self._regrouped = {"budgets": budgets, "servers": servers, "window": window, "cost": terms}
+            terms = list((cost or CostModel.fitted()).terms)
+            self._regrouped = {
+                "version": REGROUPING_VERSION,
+                "budgets": budgets,
+                "servers": servers,
+                "window": window,
+                "cost": terms,
+            }
         self._epoch = 0
         self._start = 0  # micro-batches of the epoch that the next loop leaves out
         self._handed_out = 0  # micro-batches of the epoch, those left out included
+        self._resumed = False  # whether a place was loaded that no loop has begun at
         self._length: tuple[int, int] | None = None  # epoch, micro-batches
 
     @property
@@ -204,8 +216,14 @@ class GlobalPackedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next loop; one that was resumed in goes on where it was."""
-        if epoch != self._epoch:
-            self._epoch, self._start, self._handed_out = epoch, 0, 0
+        if epoch == self._epoch:
+            return
+        if self._resumed:
+            logger.warning(
+                "set_epoch(%d) gives up the place that was loaded, micro-batch %d of epoch %d; loop over "
+                "range(loader.epoch, epochs) to go on there", epoch, self._start, self._epoch,
+            )  # fmt: skip
+        self._epoch, self._start, self._handed_out, self._resumed = epoch, 0, 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is; plain values, the same on every rank."""
@@ -238,7 +256,7 @@ class GlobalPackedLoader:
                 "the same ranks and options, or from a state that was saved after a whole step"
             )
         self._epoch, self._start = int(state["epoch"]), int(state["micro_batches"])
-        self._handed_out = self._start
+        self._handed_out, self._resumed = self._start, True
 
     def __len__(self) -> int:
         """Micro-batches of the epoch, those before a resume included.
@@ -255,7 +273,7 @@ class GlobalPackedLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, accumulation = self._epoch, self.gradient_accumulation_steps
-        self._handed_out, self._start = self._start, 0
+        self._handed_out, self._start, self._resumed = self._start, 0, False
         steps, skip = divmod(self._handed_out, accumulation)
         self._packer = GlobalPacker(**self._packer_options)
         if isinstance(self._source, StreamedDocuments):
@@ -272,8 +290,8 @@ class GlobalPackedLoader:
             generator=torch.Generator().manual_seed(0),
             **self._workers,
         )
-        for step in loader:
-            for batch in step[skip:]:
+        for joined, step in loader:
+            for batch in divide_again(joined, step)[skip:]:
                 self._handed_out += 1
                 yield batch
             skip = 0
@@ -341,8 +359,8 @@ class _IndexedSteps(Dataset):
     def __init__(self, documents: IndexedDocuments, batches: StepBatches) -> None:
         self._documents, self._batches = documents, batches
 
-    def __getitem__(self, packs: Packs) -> list[Batch]:
-        return self._batches(packs, self._documents)
+    def __getitem__(self, packs: Packs) -> tuple[torch.Tensor, list[Batch]]:
+        return join(self._batches(packs, self._documents))
 
 
 class _StreamedSteps(IterableDataset):
@@ -351,8 +369,8 @@ class _StreamedSteps(IterableDataset):
     def __init__(self, loader: GlobalPackedLoader, epoch: int, first: int) -> None:
         self._loader, self._epoch, self._first = loader, epoch, first
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        return self._loader._streamed_steps(self._epoch, self._first)
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, list[Batch]]]:
+        return map(join, self._loader._streamed_steps(self._epoch, self._first))
 
 
 def _shuffled(documents: Iterator[Document], size: int, rng: np.random.Generator | None) -> Iterator[Document]:
@@ -384,6 +402,8 @@ def _ranks(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
 
 
 def _per_rank(values: int | Sequence[int], num_ranks: int, name: str) -> list[int]:
+    if isinstance(values, str) or not isinstance(values, int | np.integer | Iterable):
+        raise ValueError(f"{name} must be a whole number, or one for each of {num_ranks} ranks; got {values!r}")
     given = [values] * num_ranks if isinstance(values, int | np.integer) else list(values)
     if len(given) != num_ranks:
         raise ValueError(f"{name} must be one number, or one for each of {num_ranks} ranks; got {len(given)}")

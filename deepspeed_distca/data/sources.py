@@ -298,6 +298,8 @@ def _span(items: Sequence[Any], start: int, count: int) -> range:
 
 
 def _document(item: Any, where: str) -> Document:
+    if isinstance(item, Mapping) and "seq_lengths" in item:
+        raise ValueError(f"{where}: seq_lengths says that the row is packed already; give each document by itself")
     feature = {k: item[k] for k in KNOWN_KEYS if k in item} if isinstance(item, Mapping) else {"input_ids": item}
     try:
         found = read_documents([feature])

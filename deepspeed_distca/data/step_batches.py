@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from deepspeed_distca.data.documents import Document
 from deepspeed_distca.data.from_layout import batch_from_layout
@@ -18,6 +21,41 @@ from deepspeed_distca.scheduler.cost_model import CostModel
 Batch = dict[str, Any]
 #: For each micro-batch of a step, the pieces of a group's pack and the documents that they are of.
 Packs = list[list[Piece]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor of a batch lies in the tensor of its step."""
+
+    start: int
+    shape: torch.Size
+
+
+def join(batches: Sequence[Batch]) -> tuple[torch.Tensor, list[Batch]]:
+    """All int64 tensors of a step's batches as one, and the batches with places in it instead: a worker hands each
+    tensor over in a file descriptor of its own, of which a process may have about a thousand."""
+    tensors: list[torch.Tensor] = []
+    start, placed = 0, []
+    for batch in batches:
+        left = dict(batch)
+        for key, value in batch.items():
+            if torch.is_tensor(value) and value.dtype == torch.int64:
+                left[key] = _Place(start, value.shape)
+                tensors.append(value.reshape(-1))
+                start += value.numel()
+        placed.append(left)
+    return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.int64), placed
+
+
+def divide_again(joined: torch.Tensor, batches: Sequence[Batch]) -> list[Batch]:
+    """What ``join`` was given; tensors are parts of the joined one."""
+
+    def found(value: Any) -> Any:
+        if not isinstance(value, _Place):
+            return value
+        return joined[value.start : value.start + value.shape.numel()].view(value.shape)
+
+    return [{key: found(value) for key, value in batch.items()} for batch in batches]
 
 
 class StepBatches:

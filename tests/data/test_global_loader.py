@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from itertools import islice
 
@@ -13,6 +14,7 @@ import torch
 
 from deepspeed_distca.data import AccumulationLoader
 from deepspeed_distca.data.loader import GlobalPackedLoader
+from deepspeed_distca.data.step_batches import divide_again, join
 from deepspeed_distca.scheduler.cost_model import CostModel
 
 VOCABULARY = 50_000
@@ -342,3 +344,58 @@ def test_wrong_arguments() -> None:
             del given["num_ranks"]
         with pytest.raises(ValueError, match=word):
             list(GlobalPackedLoader(**given))
+
+
+def test_a_loaded_place_is_given_up_with_a_warning_only(caplog) -> None:
+    documents, options = spread(60), dict(rank=0, num_ranks=2, tokens_per_rank=48)
+    loader = GlobalPackedLoader(documents, **options)
+    expected = [list(loader) for _ in range(3)]
+    loader = GlobalPackedLoader(documents, **options)
+    list(loader)
+    before = list(islice(loader, 3))
+    state = loader.state_dict()
+
+    resumed = GlobalPackedLoader(documents, **options)
+    resumed.load_state_dict(state)
+    found = []
+    with caplog.at_level(logging.WARNING):
+        for epoch in range(resumed.epoch, 3):
+            resumed.set_epoch(epoch)
+            found.append(list(resumed))
+    assert same(before + found[0], expected[1]) and same(found[1], expected[2]) and len(found) == 2
+    assert not caplog.records
+
+    resumed.load_state_dict(state)
+    with caplog.at_level(logging.WARNING):
+        resumed.set_epoch(0)
+        resumed.set_epoch(2)
+    assert [r.getMessage() for r in caplog.records] == [
+        "set_epoch(0) gives up the place that was loaded, micro-batch 3 of epoch 1; loop over "
+        "range(loader.epoch, epochs) to go on there"
+    ]
+    assert same(list(resumed), expected[2])
+
+
+def test_a_worker_hands_a_step_over_in_one_tensor() -> None:
+    """Each tensor takes a file descriptor; a worker that has none left loses the step, and its loader waits."""
+    loader = GlobalPackedLoader(spread(60), rank=0, num_ranks=2, tokens_per_rank=48, gradient_accumulation_steps=4)
+    packs = [step[0] for step in next(loader._steps(loader._source, 0, loader._packer))]
+    batches = loader._batches(packs, loader._source)
+    joined, rest = join(batches)
+    assert joined.numel() == sum(v.numel() for batch in batches for v in batch.values() if torch.is_tensor(v))
+    assert not any(torch.is_tensor(value) for batch in rest for value in batch.values())
+    assert len(batches) == 4 and same(divide_again(joined, rest), batches)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_weights_of_any_group_are_an_error_on_every_rank(rank: int) -> None:
+    options = dict(rank=rank, num_ranks=4, tokens_per_rank=8, servers=2)
+    for weights, words in (
+        ([1, 1, 0, 0], "server_weights"),
+        ([1, 1, 1, 2_000_000], "server_weights"),
+        ("measured", "whole number, or one for each of 4 ranks; got 'measured'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            GlobalPackedLoader([[1, 2]], **options, server_weights=weights)
+    with pytest.raises(ValueError, match=r"tokens_per_rank must be a whole number.*got 8\.0"):
+        GlobalPackedLoader([[1, 2]], **{**options, "tokens_per_rank": 8.0})

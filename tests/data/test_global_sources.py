@@ -211,6 +211,7 @@ def test_what_cannot_be_read_is_refused() -> None:
         (Dataset.from_dict({"input_ids": [[1, 2]], "position_ids": [[0, 0]]}), "position_ids.*packed"),
         (Dataset.from_dict({"input_ids": [[1, 2]], "seq_lengths": [[1, 1]]}), "seq_lengths.*packed"),
         ([{"input_ids": [1, 2], "position_ids": [0, 0]}], "document 0: the row holds 2 packed documents"),
+        ([{"input_ids": [1, 2], "seq_lengths": [1, 1]}], "document 0: seq_lengths.*packed"),
     ):
         with pytest.raises(ValueError, match=word):
             read_source(data)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_distca.data import regrouping
 from deepspeed_distca.data.regrouping import _excess, regroup
 
 
@@ -75,3 +76,11 @@ def test_a_document_of_several_ranks_counts_as_several() -> None:
 def test_nothing_changes_without_need_or_way(packs: list[list[int]]) -> None:
     assert regroup(packs, 2, 64, square) is None
     assert regroup(packs, 1, 128, square) is None  # one rank has nobody to wait for
+
+
+def test_few_tries_where_short_documents_are_missing(monkeypatch) -> None:
+    tries = []
+    monkeypatch.setattr(regrouping, "divide", lambda *args: tries.append(len(args[0])))
+    packs = [[100, *[50 - i % 3] * 2] for i in range(60)]
+    assert regroup(packs, 2, 150, square) is None
+    assert len(tries) == len(regrouping._FEWER) and tries == sorted(tries)

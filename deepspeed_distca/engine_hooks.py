@@ -9,6 +9,7 @@ Nothing is added to the model's modules or state: hooks only, which :meth:`Runti
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -67,6 +68,14 @@ def install() -> None:
     deepspeed.initialize = initialize
 
 
+#: By decoder the runtime whose hooks it has. Runtimes hold the decoder, so that they are held weakly as well.
+_EARLIER: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
+
+
+def _nothing() -> None:
+    """What a dead reference gives."""
+
+
 def uninstall() -> None:
     """Puts DeepSpeed's own ``initialize`` back. Engines that have a runtime keep it."""
     deepspeed.initialize = getattr(deepspeed.initialize, _ORIGINAL, deepspeed.initialize)
@@ -97,6 +106,12 @@ def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -
         heads = heads_of(module.config, next(module.parameters()).dtype) if hasattr(module, "config") else None
         engine.distca = PipelineRuntime(engine, options, heads)
     else:
+        earlier = _EARLIER.get(find_decoder(engine.module), _nothing)()
+        if earlier is not None:
+            # Hooks of two engines would plan every micro-batch twice, and weigh its loss by neither.
+            if dist.get_rank() == 0:
+                print("distca: the model has an earlier engine, which computes core attention as it was from now on")
+            earlier.detach()
         engine.distca = Runtime(engine, options)
     engine._config.distca_config = options  # shown in DeepSpeed's dump of its configuration
     return engine
@@ -112,7 +127,7 @@ class Runtime:
     """
 
     def __init__(self, engine: DeepSpeedEngine, config: DistCAConfig) -> None:
-        decoder = find_decoder(engine.module)
+        self._decoder = decoder = find_decoder(engine.module)
         modules = attention_modules(decoder)
         windows = attention_windows(modules)
         heads = heads_of(decoder.config.get_text_config(), next(decoder.parameters()).dtype)
@@ -180,6 +195,7 @@ class Runtime:
             weight_loss=config.token_weighted_loss,
             keep_attention=config.keep_attention,
         )
+        _EARLIER[decoder] = weakref.ref(self)
         self._ping_pong: PingPong | OptionalPingPong | None = None
         if config.overlap == "ping_pong":
             self._ping_pong = PingPong(decoder, modules)
@@ -225,6 +241,8 @@ class Runtime:
 
     def detach(self) -> None:
         """Removes the hooks; the model runs as it did before. ``engine.distca`` stays, out of use."""
+        if _EARLIER.get(self._decoder, _nothing)() is self:
+            del _EARLIER[self._decoder]
         self._hooks.remove()
         self._monitor.remove()
         for part in (self._ping_pong, self._twice_called):

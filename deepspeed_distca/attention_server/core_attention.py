@@ -87,6 +87,19 @@ def core_attention(
     return _CoreAttention.apply(q_THD.contiguous(), k_TGD.contiguous(), v_TGE.contiguous(), plan, spec, kernel, kept)
 
 
+def refuse_second_order() -> None:
+    """In backward: kernels have no derivative of their gradients, which would count as constants.
+
+    Raises:
+        RuntimeError: autograd was asked for a graph of the gradients.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "core attention has no second derivative: create_graph=True was asked for; leave it out, or set "
+            "`distca.enabled` to false"
+        )
+
+
 class _CoreAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel, kept):
@@ -99,6 +112,7 @@ class _CoreAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
+        refuse_second_order()
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         dq, dk, dv = _backward(dout, dlse, q, k, v, out, lse, ctx.plan, ctx.spec, ctx.kernel)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepspeed_distca.attention_server.core_attention import refuse_second_order
 from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.nano_batches import NanoLayerPlan
 from deepspeed_distca.attention_server.nano_steps import BackwardSteps, ForwardSteps, Given
@@ -213,6 +214,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse, dtoken):
+        refuse_second_order()
         layer = ctx.layer
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()

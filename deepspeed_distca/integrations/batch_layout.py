@@ -51,6 +51,8 @@ def batch_layout(kwargs: Mapping[str, Any], description: Mapping[str, Any]) -> L
             "[batch, tokens] position ids or a layout"
         )
     if mask is not None and not bool(mask.all()):
+        if tuple(mask.shape) != (batch, tokens):
+            raise LayoutError(f"attention_mask is {list(mask.shape)}, but the batch has {batch} x {tokens} tokens")
         return _padded(mask)
     if position_ids is None:
         return Layout.from_lengths([[tokens] * batch if tokens else []])
@@ -60,11 +62,14 @@ def batch_layout(kwargs: Mapping[str, Any], description: Mapping[str, Any]) -> L
 def filled(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A batch without tokens gets one, without a target: see ``Layout.filled``."""
     ids = kwargs.get("input_ids")
+    ids = kwargs.get("inputs_embeds") if ids is None else ids
     if ids is None or ids.shape[1]:
         return kwargs
-    values = {"input_ids": 0, "position_ids": 0, "labels": -100, "shift_labels": -100}
+    values = {"input_ids": 0, "inputs_embeds": 0, "position_ids": 0, "labels": -100, "shift_labels": -100}
     return {
-        key: value.new_full((1, 1), values[key]) if key in values and torch.is_tensor(value) else value
+        key: value.new_full((1, 1, *value.shape[2:]), values[key])
+        if key in values and torch.is_tensor(value)
+        else value
         for key, value in kwargs.items()
     }
 

@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 #: What describes documents to kernels of transformers' own; the plan says it all.
+# From these some models make masks that differ from batch to batch (attention both ways among an image's tokens).
+_MASK_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
 _KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -152,7 +154,8 @@ class DecoderHooks:
         if self._first is not None:  # the last forward failed half-way
             self._first.stop()
             self._first = None
-        self._use(None if plan is None else NAME if self._checked else FIRST)
+        looked_at = not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
+        self._use(None if plan is None else FIRST if looked_at else NAME)
         if plan is not None:
             for key in _KERNEL_ARGUMENTS:
                 kwargs.pop(key, None)
@@ -161,7 +164,7 @@ class DecoderHooks:
             kwargs[PLAN] = plan
             if training and self._keep_attention:
                 kwargs[KEPT] = KeptAttention()
-            if not self._checked:
+            if looked_at:
                 witness = FirstForward(model, self._windows, kwargs.get("position_ids"))
                 kwargs[WITNESS] = witness
                 self._first = watched_by(witness)
@@ -176,7 +179,7 @@ class DecoderHooks:
             kwargs = with_position_ids(filled(kwargs), description, layout)
             targets = count_targets(kwargs, description) if self._weight_loss else 0
             given: Description | Exception = Description(layout, targets, description["step_targets"])
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # whatever it is, all ranks must know
             given = error
         plan, divisor = self._planner.plan(given, device)
         if self._weight_loss and kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:

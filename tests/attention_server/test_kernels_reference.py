@@ -364,3 +364,24 @@ def test_refusals():
     with pytest.raises(KernelError, match="dk has dtype torch.bfloat16, expected torch.float32"):
         gradients["dk"] = gradients["dk"].bfloat16()
         kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, **gradients)
+
+
+def test_autocast_leaves_products_in_fp32() -> None:
+    """Also beyond the keys of one chunk, whose results are added up in place."""
+    rng, spec = np.random.default_rng(3), AttentionSpec(0.25)
+    tasks = scattered([(700, 700), (30, 40)], rng)
+    q, dout = (torch.randn(tasks.q_rows, 2, 16) for _ in range(2))
+    k, v = (torch.randn(tasks.k_rows, 1, 16) for _ in range(2))
+    kernel = ReferenceKernel()
+
+    def run() -> list[torch.Tensor]:
+        out, lse = kernel.forward(q, k, v, tasks, spec, torch.zeros_like(q), torch.zeros(2, len(q)))
+        gradients = [torch.zeros_like(x) for x in (q, k, v)]
+        dq, dk, dv = gradients
+        kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, dq=dq, dk=dk, dv=dv)
+        return [out, lse, *gradients]
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

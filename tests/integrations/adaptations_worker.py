@@ -84,6 +84,21 @@ def frozen(seed: int) -> dict:
     return _errors(model, copy.deepcopy(model), seed)
 
 
+def second_engine(seed: int) -> dict:
+    """A second engine of a model takes the hooks of the first one out; neither gives a graph of gradients."""
+    model = tiny_llama(seed)
+    plain = copy.deepcopy(model)
+    first = _engine(model)
+    layout, documents = _documents(seed)
+    loss = first(**batch_from_layout(documents, layout, dist.get_rank())).loss
+    try:
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    return {**_errors(model, plain, seed), "refused": refused}
+
+
 def compiled(seed: int) -> dict:
     """A compiled model is exact too, and other shapes and plans do not make it compile without end."""
     model = tiny_llama(seed, num_hidden_layers=1)
@@ -259,6 +274,7 @@ def run(seed: int, folder: str) -> dict:
         )
     }
     results["frozen"] = frozen(seed)
+    results["second engine"] = second_engine(seed)
     return {
         "exact": results,
         "compiled": compiled(seed),

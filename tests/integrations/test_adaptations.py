@@ -27,6 +27,7 @@ def test_lora_and_frozen_layers_are_exact(ranks):
         for name, r in rank["exact"].items():
             assert max(r["loss_error"], r["gradient_error"]) <= BOUND, (name, r)
             assert r["trained"] and r["moved"], (name, r)
+            assert "no second derivative" in r.get("refused", "no second derivative"), (name, r)
 
 
 def test_a_compiled_model_is_exact_and_does_not_compile_without_end(ranks):

@@ -163,7 +163,14 @@ def _math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def _exact_products(device: torch.device) -> Iterator[None]:
-    """fp32 products in fp32: PyTorch may be set to take them in TF32, or on a CPU in bf16."""
+    """fp32 products in fp32, under autocast too."""
+    with torch.autocast(device.type, enabled=False), _ieee_products(device):
+        yield
+
+
+@contextmanager
+def _ieee_products(device: torch.device) -> Iterator[None]:
+    """PyTorch may be set to take fp32 products in TF32, or on a CPU in bf16."""
     matmul = torch.backends.mkldnn.matmul if device.type == "cpu" else torch.backends.cuda.matmul
     given = matmul.fp32_precision
     if given not in ("tf32", "bf16"):

@@ -90,7 +90,7 @@ def second_engine(seed: int) -> dict:
     plain = copy.deepcopy(model)
     first = _engine(model)
     layout, documents = _documents(seed)
-    loss = first(**batch_from_layout(documents, layout, dist.get_rank())).loss
+    loss = first.module(**batch_from_layout(documents, layout, dist.get_rank())).loss  # not DeepSpeed's to look after
     try:
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         refused = ""

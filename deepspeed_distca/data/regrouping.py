@@ -16,9 +16,9 @@ from deepspeed_distca.data.whole_documents import divide
 #: Says that the same documents are regrouped alike: a state in the middle of a step is good for one version only.
 REGROUPING_VERSION = 2
 
-#: How many of the micro-batches of long documents are given up, try by try. Where short documents are missing each try
-#: takes a tenth of a second and more, and what few such micro-batches gain is little.
-_FEWER = (0, 1, 3)
+#: How many sets of micro-batches of long documents are tried. Where short documents are missing each try takes a tenth
+#: of a second and more.
+_TRIES = 3
 
 #: By how much less work must be above the shares before documents change places, in thousandths.
 _LEAST_GAIN = 10
@@ -45,10 +45,8 @@ def regroup(
     before = sum(_excess(pack, ranks, tokens, works) for pack in packs)
     alike = _alike(lengths, [sum(pack) for pack in packs], ranks, tokens, works) if before else []
     # Short documents may not fill what the last of these leave; then fewer of them are tried.
-    for fewer in _FEWER:
-        if fewer >= len(alike):
-            break
-        groups = _filled(alike[: len(alike) - fewer], lengths, packs, works)
+    for count in range(len(alike), max(0, len(alike) - _TRIES), -1):
+        groups = _filled(alike[:count], lengths, packs, works)
         if groups is not None:
             after = sum(_excess([lengths[i] for i in group], ranks, tokens, works) for group in groups)
             return groups if after * 1000 <= before * (1000 - _LEAST_GAIN) else None

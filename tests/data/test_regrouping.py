@@ -83,4 +83,4 @@ def test_few_tries_where_short_documents_are_missing(monkeypatch) -> None:
     monkeypatch.setattr(regrouping, "divide", lambda *args: tries.append(len(args[0])))
     packs = [[100, *[50 - i % 3] * 2] for i in range(60)]
     assert regroup(packs, 2, 150, square) is None
-    assert len(tries) == len(regrouping._FEWER) and tries == sorted(tries)
+    assert len(tries) == regrouping._TRIES and tries == sorted(tries)

@@ -69,11 +69,7 @@ def install() -> None:
 
 
 #: By decoder the runtime whose hooks it has. Runtimes hold the decoder, so that they are held weakly as well.
-_EARLIER: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
-
-
-def _nothing() -> None:
-    """What a dead reference gives."""
+_RUNTIMES: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
 
 
 def uninstall() -> None:
@@ -106,15 +102,21 @@ def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -
         heads = heads_of(module.config, next(module.parameters()).dtype) if hasattr(module, "config") else None
         engine.distca = PipelineRuntime(engine, options, heads)
     else:
-        earlier = _EARLIER.get(find_decoder(engine.module), _nothing)()
+        earlier = _hooked(find_decoder(engine.module))
         if earlier is not None:
             # Hooks of two engines would plan every micro-batch twice, and weigh its loss by neither.
             if dist.get_rank() == 0:
-                print("distca: the model has an earlier engine, which computes core attention as it was from now on")
+                print("distca: an earlier engine of this model computes core attention without the plugin from now on")
             earlier.detach()
         engine.distca = Runtime(engine, options)
     engine._config.distca_config = options  # shown in DeepSpeed's dump of its configuration
     return engine
+
+
+def _hooked(decoder: PreTrainedModel) -> Runtime | None:
+    """The runtime whose hooks a decoder has."""
+    found = _RUNTIMES.get(decoder)
+    return None if found is None else found()
 
 
 class Runtime:
@@ -195,7 +197,7 @@ class Runtime:
             weight_loss=config.token_weighted_loss,
             keep_attention=config.keep_attention,
         )
-        _EARLIER[decoder] = weakref.ref(self)
+        _RUNTIMES[decoder] = weakref.ref(self)
         self._ping_pong: PingPong | OptionalPingPong | None = None
         if config.overlap == "ping_pong":
             self._ping_pong = PingPong(decoder, modules)
@@ -241,8 +243,8 @@ class Runtime:
 
     def detach(self) -> None:
         """Removes the hooks; the model runs as it did before. ``engine.distca`` stays, out of use."""
-        if _EARLIER.get(self._decoder, _nothing)() is self:
-            del _EARLIER[self._decoder]
+        if _hooked(self._decoder) is self:
+            del _RUNTIMES[self._decoder]
         self._hooks.remove()
         self._monitor.remove()
         for part in (self._ping_pong, self._twice_called):

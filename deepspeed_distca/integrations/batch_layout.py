@@ -50,6 +50,10 @@ def batch_layout(kwargs: Mapping[str, Any], description: Mapping[str, Any]) -> L
             f"position_ids of shape {list(position_ids.shape)} (multi-axis) do not say where documents begin; give "
             "[batch, tokens] position ids or a layout"
         )
+    if position_ids is not None and (
+        position_ids.shape[-1] != tokens or position_ids.numel() not in (tokens, batch * tokens)
+    ):
+        raise LayoutError(f"position_ids is {list(position_ids.shape)}, but the batch has {batch} x {tokens} tokens")
     if mask is not None and not bool(mask.all()):
         if tuple(mask.shape) != (batch, tokens):
             raise LayoutError(f"attention_mask is {list(mask.shape)}, but the batch has {batch} x {tokens} tokens")

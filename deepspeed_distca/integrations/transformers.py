@@ -51,9 +51,9 @@ __all__ = [
 ]
 
 #: What describes documents to kernels of transformers' own; the plan says it all.
-# From these some models make masks that differ from batch to batch (attention both ways among an image's tokens).
-_MASK_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
 _KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+#: From these some models make masks that differ from batch to batch: attention both ways among an image's tokens.
+_MASK_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
 
 
 class Planner(Protocol):

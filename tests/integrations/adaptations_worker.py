@@ -11,10 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from deepspeed_distca import Layout, PackedSequenceCollator
 from deepspeed_distca.attention_server.agreement import AgreementError
 from deepspeed_distca.data.from_layout import batch_from_layout
+from deepspeed_distca.integrations.transformers import UnsupportedModelError
 from tests.distributed import model_families
 from tests.distributed.engine_worker import documents_of, ds_config, reference, tiny_llama
 from tests.distributed.models_worker import DISTCA, LAYOUT, worst_error
@@ -228,6 +230,8 @@ def one_rank_fails(seed: int) -> dict:
         "4-D mask": dict(attention_mask=torch.ones(1, 1, 12, 12)),
         "output_attentions": dict(output_attentions=True),
         "wrong layout": dict(layout=Layout.from_lengths([[5]])),
+        "wrong padding mask": dict(attention_mask=torch.tensor([[0, 1, 1]])),
+        "position ids of other tokens": dict(position_ids=torch.arange(11)[None]),
     }
     messages = {}
     for name, change in bad.items():
@@ -237,6 +241,31 @@ def one_rank_fails(seed: int) -> dict:
         except (ValueError, AgreementError) as error:
             messages[name] = f"{type(error).__name__}: {error}"
     engine.backward(engine(**good).loss)
+    return messages
+
+
+def later_mask(seed: int) -> dict:
+    """Gemma 3 attends both ways among an image's tokens: nothing of that shows in a first batch of text alone."""
+    part = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    text = dict(part, vocab_size=97, num_hidden_layers=2, num_key_value_heads=1, head_dim=8, sliding_window=64)
+    text["layer_types"] = ["sliding_attention", "full_attention"]
+    vision = dict(part, num_hidden_layers=1, image_size=8, patch_size=2, vision_use_head=False)
+    special = dict(mm_tokens_per_image=4, image_token_index=90, boi_token_index=91, eoi_token_index=92)
+    torch.manual_seed(seed)
+    config = Gemma3Config(text_config=text, vision_config=vision, image_token_id=90, **special)
+    engine = _engine(Gemma3ForConditionalGeneration(config))
+    engine.train()
+    ids = torch.arange(1, 25)[None]
+    with_image = ids.clone()
+    with_image[:, 4:8] = 90
+    image = dict(pixel_values=torch.randn(1, 3, 8, 8), token_type_ids=(with_image == 90).long())
+    messages = {}
+    for name, batch in (("text", dict(input_ids=ids)), ("image", dict(input_ids=with_image, **image))):
+        try:
+            engine(**batch, labels=ids)
+            messages[name] = "no error"
+        except UnsupportedModelError as error:
+            messages[name] = str(error)
     return messages
 
 
@@ -282,5 +311,6 @@ def run(seed: int, folder: str) -> dict:
         "router losses": router_losses(seed),
         "evaluation": evaluation(seed),
         "one rank fails": one_rank_fails(seed),
+        "later mask": later_mask(seed),
         "monitored": monitored(seed, folder),
     }

@@ -27,7 +27,16 @@ def test_lora_and_frozen_layers_are_exact(ranks):
         for name, r in rank["exact"].items():
             assert max(r["loss_error"], r["gradient_error"]) <= BOUND, (name, r)
             assert r["trained"] and r["moved"], (name, r)
-            assert "no second derivative" in r.get("refused", "no second derivative"), (name, r)
+
+
+def test_gradients_of_gradients_are_refused(ranks):
+    assert all("no second derivative" in rank["exact"]["second engine"]["refused"] for rank in ranks)
+
+
+def test_a_mask_that_only_a_later_batch_has_is_refused(ranks):
+    for rank in ranks:
+        assert rank["later mask"]["text"] == "no error"
+        assert "Gemma3Attention masks by" in rank["later mask"]["image"]
 
 
 def test_a_compiled_model_is_exact_and_does_not_compile_without_end(ranks):

@@ -10,6 +10,7 @@ from deepspeed_distca.integrations.batch_layout import (
     DESCRIPTION,
     batch_layout,
     count_targets,
+    filled,
     with_position_ids,
 )
 from deepspeed_distca.layout import Layout, LayoutError
@@ -73,3 +74,14 @@ def test_targets_are_counted_as_the_loss_counts_them():
 def test_what_cannot_be_read_is_refused(kwargs, given, words):
     with pytest.raises(LayoutError, match=words):
         batch_layout({"input_ids": IDS, **kwargs}, description(**given))
+
+
+def test_an_empty_batch_gets_one_token_without_a_target():
+    nothing = torch.empty((1, 0), dtype=torch.long)
+    for given in ({"input_ids": nothing}, {"inputs_embeds": torch.empty(1, 0, 8)}):
+        batch = filled({**given, "labels": nothing, "use_cache": False})
+        assert {key: tuple(value.shape) for key, value in batch.items() if torch.is_tensor(value)} == {
+            **{key: (1, 1, *value.shape[2:]) for key, value in given.items()},
+            "labels": (1, 1),
+        }
+        assert batch["labels"].item() == -100 and batch["use_cache"] is False

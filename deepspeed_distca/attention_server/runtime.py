@@ -188,11 +188,14 @@ class AttentionServer:
         for window in self._layers:
             part = ServerPlan(PlanCompiler(layout, home_tasks(layout, window)).rank(0))
             plans[window] = LayerPlan(part, part, self._exchange, self._side)
-        return MicroBatchPlan(self, plans)
+        return MicroBatchPlan(self, plans, timed=False)
 
-    def attend(self, q, k, v, plan: LayerPlan, spec: AttentionSpec, kept=None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :func:`core_attention`."""
-        return core_attention(q, k, v, plan, spec, self._kernel(q, k, v, spec), kept)
+    def attend(
+        self, q, k, v, plan: LayerPlan, spec: AttentionSpec, kept=None, *, timed: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :func:`core_attention`; `timed` for what counts as the step's."""
+        kernel = self._kernel(q, k, v, spec) if timed else self._untimed(q, k, v, spec)
+        return core_attention(q, k, v, plan, spec, kernel, kept)
 
     def _two_nano_batches(self, layout: Layout, plans: dict[int | None, LayerPlan]) -> PingPongPlan:
         """The same plans, divided in time; nobody has to agree on it, since it follows from the layout."""
@@ -205,9 +208,12 @@ class AttentionServer:
         return PingPongPlan(int(cuts[self._server]), int(layout.tokens[self._server]), layers, self._kernel)
 
     def _kernel(self, q, k, v, spec: AttentionSpec) -> Kernel:
+        return TimedKernel(self._untimed(q, k, v, spec), self._timer)
+
+    def _untimed(self, q, k, v, spec: AttentionSpec) -> Kernel:
         key = (q.device, q.dtype, q.shape[1:], k.shape[1:], v.shape[1:], spec)
         if key not in self._kernels:
-            kernel = select_kernel(
+            self._kernels[key] = select_kernel(
                 self._kernel_name,
                 device=q.device,
                 dtype=q.dtype,
@@ -217,7 +223,6 @@ class AttentionServer:
                 v_head_dim=v.shape[2],
                 spec=spec,
             )
-            self._kernels[key] = TimedKernel(kernel, self._timer)
         return self._kernels[key]
 
     def _note(self, planned: list[PlannedPhase], milliseconds: float, micro_batches: int) -> None:
@@ -248,11 +253,13 @@ class AttentionServer:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """The plans of a micro-batch's layers, by their window, and the same in two nano-batches where that is wanted."""
+    """The plans of a micro-batch's layers, by their window, and the same in two nano-batches where that is wanted. Not
+    timed: outside the optimizer steps, whose statistics stay as they are."""
 
     server: AttentionServer
     layers: dict[int | None, LayerPlan]
     ping_pong: PingPongPlan | None = None
+    timed: bool = True
 
     def attend(self, q, k, v, spec: AttentionSpec, kept=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Core attention of one layer: see :func:`core_attention`.
@@ -265,4 +272,4 @@ class MicroBatchPlan:
                 f"a layer asks for a window of {spec.window} keys, but plans were made for {list(self.layers)}; the "
                 "model's attention modules must carry their window as `sliding_window`"
             )
-        return self.server.attend(q, k, v, self.layers[spec.window], spec, kept)
+        return self.server.attend(q, k, v, self.layers[spec.window], spec, kept, timed=self.timed)

@@ -2,13 +2,13 @@
 """HuggingFace models: the hooks that hand every forward its plan.
 
 Nothing of transformers is replaced. A name is registered with its attention interface, and a model's configuration
-points to that name only while a forward has a plan; without one the model runs as it always does, by its own attention
-and masks. The plan travels as a keyword argument of forward, so that recomputation finds the right one.
+points to that name only while a forward has a plan, and while a layer of such a forward is recomputed; at any other
+time the model runs as it always does, by its own attention and masks, and so do its copies. The plan travels as a
+keyword argument of forward, so that recomputation finds the right one.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from deepspeed_distca.integrations.attention_function import (
     UnsupportedModelError,
     watched_by,
 )
+from deepspeed_distca.integrations.attention_names import AttentionNames
 from deepspeed_distca.integrations.batch_layout import (
     DESCRIPTION,
     batch_layout,
@@ -105,44 +106,25 @@ class DecoderHooks:
         self._keep_attention = keep_attention
         self._model, self._modules, self._planner, self._weight_loss = model, modules, planner, weight_loss
         self._windows = dict(zip(modules, windows, strict=True))
-        self._own_configuration()
-        self._configs = list({id(m.config): m.config for m in modules}.values())
-        self._ordinary = [c._attn_implementation for c in self._configs]
-        self._ordinary = ["sdpa" if name in (NAME, FIRST) else name for name in self._ordinary]
+        self._names = AttentionNames(modules)
         self._signature = inspect.signature(model.forward)
-        self._use_cache = getattr(model.config, "use_cache", None)
         self._first: watched_by | None = None  # while the first planned forward runs
         self._checked = False
-        if self._use_cache:
-            # With a cache transformers ignores document borders; the cache is useless in training anyway.
-            model.config.use_cache = False
         self._handles = [
             model.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True, prepend=True),
-            model.register_forward_hook(torch.compiler.disable(self._after)),
+            model.register_forward_hook(torch.compiler.disable(self._after), always_call=True),
         ]
 
     def remove(self) -> None:
         """Leaves the model as it was."""
         for handle in self._handles:
             handle.remove()
-        self._use(None)
-        if self._use_cache:
-            self._model.config.use_cache = self._use_cache
+        self._names.remove()
 
-    def _own_configuration(self) -> None:
-        """Gives the model a configuration object of its own: another model built from the very same object (a frozen
-        reference, a teacher) keeps its attention when this one's is switched. Models of several parts have theirs
-        already.
-        """
-        shared = self._model.config
-        if shared.sub_configs or any(m.config is not shared for m in self._modules):
-            return
-        own = copy.copy(shared)
-        for module in self._model.modules():
-            if getattr(module, "config", None) is shared:
-                module.config = own
-
-    def _before(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _before(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        if model is not self._model:
+            return None  # a copy, which brought this hook along: not the engine's
+        self._end()  # of a forward that failed where its hook was not called
         kwargs = {**self._bind(args), **kwargs}
         description = {key: kwargs.pop(key, None) for key in DESCRIPTION}
         training = model.training and torch.is_grad_enabled()
@@ -151,12 +133,9 @@ class DecoderHooks:
             plan, kwargs = self._training(kwargs, description, device)
         else:
             plan, kwargs = self._evaluation(kwargs, description, device)
-        if self._first is not None:  # the last forward failed half-way
-            self._first.stop()
-            self._first = None
-        looked_at = not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
-        self._use(None if plan is None else FIRST if looked_at else NAME)
         if plan is not None:
+            looked_at = not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
+            self._names.use(FIRST if looked_at else NAME)
             for key in _KERNEL_ARGUMENTS:
                 kwargs.pop(key, None)
             kwargs["attention_mask"] = None
@@ -197,18 +176,21 @@ class DecoderHooks:
         return self._planner.plan_alone(layout, device), kwargs
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        first, self._first = self._first, None
-        if first is None:
+        """Called after every forward, with None for an output when it failed."""
+        if model is not self._model:
             return
-        first.stop()
-        first.witness.finish()
-        self._checked = True
+        first = self._end()
+        if first is not None and output is not None:
+            first.witness.finish()
+            self._checked = True
 
-    def _use(self, name: str | None) -> None:
-        """Points the configuration to an attention function of ours, or back to the model's own."""
-        for config, ordinary in zip(self._configs, self._ordinary, strict=True):
-            if config._attn_implementation != (name or ordinary):
-                config._attn_implementation = name or ordinary
+    def _end(self) -> watched_by | None:
+        """Ends a forward's switches; gives who watched it."""
+        self._names.restore()
+        first, self._first = self._first, None
+        if first is not None:
+            first.stop()
+        return first
 
     def _bind(self, args: tuple) -> dict[str, Any]:
         return dict(self._signature.bind_partial(*args).arguments) if args else {}

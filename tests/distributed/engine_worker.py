@@ -338,11 +338,15 @@ def on_and_off() -> dict:
     }
     engine = _engine({})
     found["enabled"] = hasattr(engine, "distca")
+    names = []
+    watch = engine.module.model.norm.register_forward_pre_hook(
+        lambda *_: names.append(engine.module.config._attn_implementation)
+    )
     engine(**_batch(9, 4))
-    before = engine.module.config._attn_implementation
+    watch.remove()
     engine.distca.detach()
     after = engine.module.config._attn_implementation
-    assert before.startswith("distca")
+    assert names[0].startswith("distca")
     hooks = len(engine.module._forward_pre_hooks) + len(engine.module._forward_hooks)
     deepspeed_distca.uninstall()
     uninstalled = deepspeed.initialize is not original and not hasattr(deepspeed.initialize, "_distca_original")

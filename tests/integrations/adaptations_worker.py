@@ -124,6 +124,16 @@ def compiled(seed: int) -> dict:
     }
 
 
+def compiled_layers(seed: int, reentrant: bool) -> dict:
+    """Layers that are compiled each for itself and recomputed in backward."""
+    model = tiny_llama(seed)
+    plain = copy.deepcopy(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for layer in model.model.layers:
+        layer.compile(dynamic=True)
+    return _errors(model, plain, seed)
+
+
 def two_models(seed: int) -> dict:
     """Two engines and a frozen reference, all built from one configuration object, taking turns."""
     policy = tiny_llama(seed)
@@ -178,6 +188,7 @@ def evaluation(seed: int) -> dict:
     engine = _engine(tiny_llama(seed))
     layout, documents = _documents(seed)
     _step(engine, documents, layout)
+    measured = engine.distca.stats.server_seconds
     plain = tiny_llama(seed)
     plain.load_state_dict(engine.module.state_dict())
     plain.eval()
@@ -211,8 +222,18 @@ def evaluation(seed: int) -> dict:
             out = engine(**collate([{"input_ids": t} for t in texts]))
             alone = torch.cat([plain(input_ids=torch.tensor([t])).logits for t in texts], dim=1)
         errors[f"packed {turn}"] = float((out.logits - alone).abs().max())
+    errors["the step's statistics"] = engine.distca.stats.server_seconds - measured
+    twin, batch = copy.deepcopy(engine.module), collate([{"input_ids": t} for t in texts])
+    compare("copy", lambda m: (twin if m is engine.module else m)(input_ids=prompt).logits)
+    rows = {key: batch[key] for key in ("input_ids", "position_ids")}
+    compare("copy, packed", lambda m: (twin(**batch) if m is engine.module else m(**rows)).logits)
+    compare("a part alone", lambda m: m.model(input_ids=prompt).last_hidden_state)
+    engine.module.set_attn_implementation("eager")
+    compare("weights", lambda m: m(input_ids=prompt, output_attentions=True).logits)
+    assert engine.module.config._attn_implementation == "eager"
     layout, documents = _documents(seed + 1)
     loss, gradients = _step(engine, documents, layout)  # and training goes on
+    assert engine.module.config._attn_implementation == "eager"
     expected_loss, expected = reference(plain, [documents])
     errors["training after it"] = max(abs(loss - expected_loss), worst_error(expected, gradients)[0])
     return errors
@@ -260,12 +281,15 @@ def later_mask(seed: int) -> dict:
     with_image[:, 4:8] = 90
     image = dict(pixel_values=torch.randn(1, 3, 8, 8), token_type_ids=(with_image == 90).long())
     messages = {}
+    sibling = Gemma3ForConditionalGeneration(config).eval()  # of the same configuration objects
     for name, batch in (("text", dict(input_ids=ids)), ("image", dict(input_ids=with_image, **image))):
         try:
             engine(**batch, labels=ids)
             messages[name] = "no error"
         except UnsupportedModelError as error:
             messages[name] = str(error)
+        with torch.no_grad():
+            assert sibling(**batch).logits.isfinite().all()
     return messages
 
 
@@ -304,6 +328,8 @@ def run(seed: int, folder: str) -> dict:
     }
     results["frozen"] = frozen(seed)
     results["second engine"] = second_engine(seed)
+    for reentrant in (False, True):
+        results[f"compiled layers {reentrant}"] = compiled_layers(seed, reentrant)
     return {
         "exact": results,
         "compiled": compiled(seed),

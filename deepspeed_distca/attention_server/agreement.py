@@ -3,6 +3,10 @@
 
 One small collective per micro-batch, off the device. It also carries bad news: a rank whose input cannot be used says
 so here, and every rank raises the same error instead of waiting for one that has stopped.
+
+All messages have one size and begin with their kind. A rank whose script caught an error and went on to its next
+micro-batch is met by others that still ask about the last one, and all of them notice: collectives of different sizes
+would end a process instead.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -19,10 +24,22 @@ import torch.distributed as dist
 
 from deepspeed_distca.layout import Layout
 
-# Lengths that fit into the first message; more documents on some rank cost a second one.
-_INLINE = 504
-_HEADER = 8
-_ERROR_BYTES = 1024
+# Integers of a message: its kind, what it says of itself, and then what has room.
+_SIZE = 512
+_HEADER = 10
+# Lengths that fit into the first message; more documents on some rank cost more messages.
+_INLINE = _SIZE - _HEADER
+_ERROR_BYTES = 8 * (_SIZE - 1)
+
+
+class _Kind(IntEnum):
+    """What a message is about: the first of a micro-batch or of some values, what did not fit there, and so on."""
+
+    MICRO_BATCH = 1
+    VALUES = 2
+    MORE = 3
+    DIGEST = 4
+    ERROR = 5
 
 
 class AgreementError(RuntimeError):
@@ -78,6 +95,7 @@ class Agreement:
         self._rank = group.rank() if group is not None else 0
         self._servers = servers
         self._fingerprint = fingerprint
+        self._asked = True  # for what the last gathering gave
 
     def gather(self, micro_batch: MicroBatch | Exception) -> Callable[[], GlobalMicroBatch]:
         """Collective. Sends this rank's part of a micro-batch without waiting for the others.
@@ -88,48 +106,54 @@ class Agreement:
         Returns:
             Collective too, to be called once, and before anything else is gathered: waits for the micro-batch as all
             ranks together see it. It raises AgreementError on every rank if a rank has an error or the ranks' inputs
-            do not fit together.
+            do not fit together. Where the micro-batch failed before it could be called, on all ranks alike, the next
+            one may be gathered; if only some ranks left it out, that is an error on all.
         """
-        failed = isinstance(micro_batch, Exception)
-        message = np.zeros(_HEADER + _INLINE, dtype=np.int64)
+        message = np.zeros(_SIZE, dtype=np.int64)
+        message[:2] = _Kind.MICRO_BATCH, isinstance(micro_batch, Exception)
+        message[9], self._asked = not self._asked, False
         lengths = np.zeros(0, dtype=np.int64)
-        if failed:
-            message[0] = 1
-        else:
+        if not isinstance(micro_batch, Exception):
             layout = micro_batch.layout
             shared = layout.num_ranks > 1 or self._servers == 1
-            lengths = np.zeros(0, dtype=np.int64) if shared else layout.segments[:, 3]
+            lengths = lengths if shared else layout.segments[:, 3]
             step = -1 if micro_batch.step_targets is None else micro_batch.step_targets
-            message[1:7] = layout.num_ranks, len(lengths), micro_batch.targets, step, self._fingerprint, 0
-            message[7] = micro_batch.in_two
+            message[2:7] = layout.num_ranks, len(lengths), micro_batch.targets, step, self._fingerprint
             if shared and self._servers > 1:
-                message[6] = fingerprint(layout.segments)
+                message[7] = fingerprint(layout.segments)
+            message[8] = micro_batch.in_two
             message[_HEADER : _HEADER + len(lengths)] = lengths[:_INLINE]
         arrived = self._start(message)
-        return lambda: self._together(arrived(), micro_batch, lengths)
+        return lambda: self._together(arrived, micro_batch, lengths)
 
     def _together(
-        self, gathered: np.ndarray, micro_batch: MicroBatch | Exception, lengths: np.ndarray
+        self, arrived: Callable[[], np.ndarray], micro_batch: MicroBatch | Exception, lengths: np.ndarray
     ) -> GlobalMicroBatch:
         """See :meth:`gather`.
 
         Args:
-            gathered: the first message of every rank, int64 [ranks, _HEADER + _INLINE].
+            arrived: waits for the first message of every rank, int64 [ranks, _SIZE].
             lengths: of this rank's documents, unless all servers have the same layout.
         """
-        errors = np.flatnonzero(gathered[:, 0])
-        if len(errors):
-            self._raise_everywhere(micro_batch if isinstance(micro_batch, Exception) else None, errors)
+        self._asked = True
+        gathered = arrived()
+        self._raise_errors(gathered, micro_batch)
+        left = gathered[:, 9]
+        if left.any() and not left.all():
+            raise AgreementError(
+                f"ranks {np.flatnonzero(left).tolist()} left the last micro-batch before its first attention layer, "
+                "the others did not; look for an earlier error on them. All ranks may go on with the next micro-batch"
+            )
         self._check(gathered)
         group = slice(self._rank // self._servers * self._servers, None)
         group = slice(group.start, group.start + self._servers)
-        if self._servers == 1 or gathered[self._rank, 1] > 1:
+        if self._servers == 1 or gathered[self._rank, 2] > 1:
             layout = micro_batch.layout
         else:
-            layout = Layout.from_lengths(self._lengths(gathered, lengths)[group])
-        steps = gathered[:, 4]
+            layout = Layout.from_lengths([row.tolist() for row in self._rows(gathered, lengths)[group]])
+        steps = gathered[:, 5]
         step_targets = None if (steps < 0).any() else int(steps.sum())
-        return GlobalMicroBatch(layout, int(gathered[:, 3].sum()), step_targets, bool(gathered[:, 7].all()))
+        return GlobalMicroBatch(layout, int(gathered[:, 4].sum()), step_targets, bool(gathered[:, 8].all()))
 
     def gather_values(self, values: np.ndarray | Exception) -> list[np.ndarray]:
         """Collective. The integers of every rank, any number of them from each.
@@ -142,24 +166,17 @@ class Agreement:
         """
         failed = isinstance(values, Exception)
         mine = np.zeros(0, dtype=np.int64) if failed else values
-        message = np.zeros(_HEADER + _INLINE, dtype=np.int64)
-        message[0], message[2], message[5] = failed, len(mine), self._fingerprint
+        message = np.zeros(_SIZE, dtype=np.int64)
+        message[:2], message[3], message[6] = (_Kind.VALUES, failed), len(mine), self._fingerprint
         message[_HEADER : _HEADER + len(mine)] = mine[:_INLINE]
-        gathered = self._all_gather(message)
-        errors = np.flatnonzero(gathered[:, 0])
-        if len(errors):
-            self._raise_everywhere(values if failed else None, errors)
+        gathered = self._start(message)()
+        self._raise_errors(gathered, values)
         self._check_fingerprint(gathered)
-        counts, rows = gathered[:, 2], gathered[:, _HEADER:]
-        if counts.max() > _INLINE:
-            padded = np.zeros(int(counts.max()), dtype=np.int64)
-            padded[: len(mine)] = mine
-            rows = self._all_gather(padded)
-        return [rows[r, :n] for r, n in enumerate(counts.tolist())]
+        return self._rows(gathered, mine)
 
     def same(self, digest: int, what: str) -> None:
         """Collective. Raises AgreementError on every rank unless all servers of each group have the same digest."""
-        digests = self._all_gather(np.array([digest], dtype=np.int64))[:, 0]
+        digests = self._send(_Kind.DIGEST, np.array([digest], dtype=np.int64))()[:, 0]
         of_group = digests.reshape(-1, self._servers)
         if (of_group != of_group[:, :1]).any():
             table = ", ".join(f"rank {r}: {d:016x}" for r, d in enumerate(digests))
@@ -169,8 +186,8 @@ class Agreement:
             )
 
     def _check_fingerprint(self, gathered: np.ndarray) -> None:
-        if (gathered[:, 5] != gathered[0, 5]).any():
-            odd = np.flatnonzero(gathered[:, 5] != gathered[0, 5]).tolist()
+        if (gathered[:, 6] != gathered[0, 6]).any():
+            odd = np.flatnonzero(gathered[:, 6] != gathered[0, 6]).tolist()
             raise AgreementError(
                 f"ranks {odd} run with another `distca` block, cost model or model than rank 0; all must be the same"
             )
@@ -179,7 +196,7 @@ class Agreement:
         self._check_fingerprint(gathered)
         if self._servers == 1:
             return
-        kinds = gathered[:, 1]
+        kinds = gathered[:, 2]
         if (kinds != kinds[0]).any():
             raise AgreementError(
                 f"layouts of {kinds.tolist()} ranks were given on ranks 0..{self._world - 1}; give either each rank's "
@@ -188,40 +205,45 @@ class Agreement:
         if kinds[0] > 1:
             if kinds[0] != self._servers:
                 raise AgreementError(f"the layout has {kinds[0]} ranks, but there are {self._servers} servers")
-            of_group = gathered[:, 6].reshape(-1, self._servers)
+            of_group = gathered[:, 7].reshape(-1, self._servers)
             if (of_group != of_group[:, :1]).any():
                 raise AgreementError("the servers were given different layouts for one micro-batch")
 
-    def _lengths(self, gathered: np.ndarray, mine: np.ndarray) -> list[list[int]]:
-        counts = gathered[:, 2]
-        most = int(counts.max())
-        rows = gathered[:, _HEADER:]
-        if most > _INLINE:
-            padded = np.zeros(most, dtype=np.int64)
-            padded[: len(mine)] = mine
-            rows = self._all_gather(padded)
-        return [rows[r, :n].tolist() for r, n in enumerate(counts.tolist())]
+    def _rows(self, gathered: np.ndarray, mine: np.ndarray) -> list[np.ndarray]:
+        """The values of every rank, whose numbers are in the first messages: collective if some do not fit there."""
+        counts, pieces = gathered[:, 3], [gathered[:, _HEADER:]]
+        rest = range(_INLINE, int(counts.max()), _SIZE - 1)
+        for arrived in [self._send(_Kind.MORE, mine[first : first + _SIZE - 1]) for first in rest]:
+            pieces.append(arrived())
+        return [row[:n] for row, n in zip(np.concatenate(pieces, axis=1), counts.tolist(), strict=True)]
 
-    def _raise_everywhere(self, error: Exception | None, ranks: np.ndarray) -> None:
-        text = np.zeros(_ERROR_BYTES, dtype=np.int64)
-        if error is not None:
-            raw = np.frombuffer(str(error).encode()[:_ERROR_BYTES], dtype=np.uint8)
-            text[: len(raw)] = raw
-        gathered = self._all_gather(text)
+    def _raise_errors(self, gathered: np.ndarray, mine: object) -> None:
+        """Where the first messages say that ranks have errors: raises this rank's own, or the first other one."""
+        ranks = np.flatnonzero(gathered[:, 1])
+        if not len(ranks):
+            return
+        error = mine if isinstance(mine, Exception) else None
+        raw = b"" if error is None else str(error).encode()[:_ERROR_BYTES]
+        text = np.frombuffer(raw.ljust(_ERROR_BYTES, b"\0"), dtype=np.int64)
+        texts = self._send(_Kind.ERROR, text)()
         if error is not None:
             raise error
         first = int(ranks[0])
-        words = bytes(gathered[first].astype(np.uint8)).rstrip(b"\0").decode(errors="replace")
+        words = texts[first].tobytes().rstrip(b"\0").decode(errors="replace")
         raise AgreementError(f"rank {first} cannot use its micro-batch: {words}")
 
-    def _all_gather(self, values: np.ndarray) -> np.ndarray:
-        return self._start(values)()
+    def _send(self, kind: _Kind, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """Sends up to _SIZE - 1 values; what is returned waits for those of every rank, [ranks, _SIZE - 1]."""
+        message = np.zeros(_SIZE, dtype=np.int64)
+        message[0], message[1 : 1 + len(values)] = kind, values
+        arrived = self._start(message)
+        return lambda: arrived()[:, 1:]
 
-    def _start(self, values: np.ndarray) -> Callable[[], np.ndarray]:
-        """Sends values; what is returned waits for those of every rank, [ranks, *values.shape]."""
+    def _start(self, message: np.ndarray) -> Callable[[], np.ndarray]:
+        """Sends a message; what is returned waits for those of every rank, [ranks, _SIZE]."""
         if self._group is None:
-            return lambda: values[None]
-        mine = torch.from_numpy(values)
+            return lambda: message[None]
+        mine = torch.from_numpy(message)
         out = [torch.empty_like(mine) for _ in range(self._world)]
         with _in_time():
             work = dist.all_gather(out, mine, group=self._group, async_op=True)
@@ -229,7 +251,15 @@ class Agreement:
         def wait() -> np.ndarray:
             with _in_time():
                 work.wait()
-            return torch.stack(out).numpy()
+            gathered = torch.stack(out).numpy()
+            kinds = gathered[:, 0]
+            if (kinds != kinds[0]).any():
+                asked = ", ".join(f"rank {r}: {_Kind(k).name.lower()}" for r, k in enumerate(kinds.tolist()))
+                raise AgreementError(
+                    "the ranks are not at the same place: some began their next micro-batch while others were still "
+                    f"agreeing on the last one ({asked}); look for an earlier error on one of them"
+                )
+            return gathered
 
         return wait
 

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks agree on micro-batches of any number of documents, and notice one that has left without the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.harness import run_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks("tests.distributed.agreement_worker:run", 2, timeout=120, seed=5)
+
+
+def test_any_number_of_documents_and_values(ranks):
+    assert all(all(rank["numbers"].values()) for rank in ranks), [rank["numbers"] for rank in ranks]
+
+
+def test_errors_reach_every_rank_in_full(ranks):
+    words = ranks[0]["words"]
+    assert ranks[1]["long error"] == f"ValueError: {words}"
+    assert ranks[0]["long error"] == f"AgreementError: rank 1 cannot use its micro-batch: {words}"
+    assert ranks[1]["values' error"] == "ValueError: no" and ranks[0]["values' error"].endswith("micro-batch: no")
+
+
+def test_a_micro_batch_that_one_rank_left_is_an_error_on_all(ranks):
+    for rank in ranks:
+        assert "ranks [1] left the last micro-batch before its first attention layer" in rank["left"]
+        assert "rank 0: digest, rank 1: micro_batch" in rank["left at the digest"]
+        assert "rank 0: more, rank 1: micro_batch" in rank["left at the documents"]
+
+
+def test_ranks_can_go_on_after_it(ranks):
+    for rank in ranks:
+        assert rank["after it"] and rank["after the digest"] and rank["after the documents"] and rank["left by all"]

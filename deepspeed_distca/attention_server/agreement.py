@@ -194,8 +194,6 @@ class Agreement:
 
     def _check(self, gathered: np.ndarray) -> None:
         self._check_fingerprint(gathered)
-        if self._servers == 1:
-            return
         kinds = gathered[:, 2]
         if (kinds != kinds[0]).any():
             raise AgreementError(
@@ -204,7 +202,7 @@ class Agreement:
             )
         if kinds[0] > 1:
             if kinds[0] != self._servers:
-                raise AgreementError(f"the layout has {kinds[0]} ranks, but there are {self._servers} servers")
+                raise AgreementError(f"the layout has {kinds[0]} ranks, but {self._servers} servers share attention")
             of_group = gathered[:, 7].reshape(-1, self._servers)
             if (of_group != of_group[:, :1]).any():
                 raise AgreementError("the servers were given different layouts for one micro-batch")

@@ -58,7 +58,13 @@ _MASK_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
 
 
 class Planner(Protocol):
-    """What makes plans: see ``deepspeed_distca.engine_hooks.Runtime``."""
+    """What makes plans: see ``deepspeed_distca.engine_hooks.Runtime``.
+
+    Attributes:
+        place: this rank's among the servers that share a layout.
+    """
+
+    place: int
 
     def plan(self, description: Description | Exception, device: torch.device) -> tuple[Plan, torch.Tensor]:
         """Collective: the plan of a training micro-batch, and the divisor of its summed loss, a scalar on the device
@@ -154,7 +160,7 @@ class DecoderHooks:
     def _training(self, kwargs: dict, description: dict, device: torch.device) -> tuple[Plan, dict]:
         try:
             self._refuse(kwargs)
-            layout = batch_layout(kwargs, description).filled()
+            layout = batch_layout(kwargs, description, self._planner.place).filled()
             kwargs = with_position_ids(filled(kwargs), description, layout)
             targets = count_targets(kwargs, description) if self._weight_loss else 0
             given: Description | Exception = Description(layout, targets, description["step_targets"])

@@ -64,4 +64,7 @@ def run(seed: int) -> dict:
         results[f"after the {name}"] = agrees(few)
     gather(few)
     results["left by all"] = agrees(few)
+    alone = Agreement(agreement_group([[0, 1]], timedelta(seconds=20)), servers=1, fingerprint=seed)
+    shared = MicroBatch(Layout.from_lengths([[3], [2]]), targets=1)
+    results["shared by nobody"] = message_of(alone.gather(shared))
     return {**results, "words": words}

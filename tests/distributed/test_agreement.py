@@ -31,6 +31,11 @@ def test_a_micro_batch_that_one_rank_left_is_an_error_on_all(ranks):
         assert "rank 0: more, rank 1: micro_batch" in rank["left at the documents"]
 
 
+def test_a_layout_of_several_ranks_needs_as_many_servers(ranks):
+    for rank in ranks:
+        assert rank["shared by nobody"] == "AgreementError: the layout has 2 ranks, but 1 servers share attention"
+
+
 def test_ranks_can_go_on_after_it(ranks):
     for rank in ranks:
         assert rank["after it"] and rank["after the digest"] and rank["after the documents"] and rank["left by all"]

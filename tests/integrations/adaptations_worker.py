@@ -251,6 +251,9 @@ def one_rank_fails(seed: int) -> dict:
         "4-D mask": dict(attention_mask=torch.ones(1, 1, 12, 12)),
         "output_attentions": dict(output_attentions=True),
         "wrong layout": dict(layout=Layout.from_lengths([[5]])),
+        "wrong part of a layout": dict(
+            layout=Layout([(0, 0, 0, 9), (1, 0, 9, 12)], 2), position_ids=torch.arange(12)[None]
+        ),
         "wrong padding mask": dict(attention_mask=torch.tensor([[0, 1, 1]])),
         "position ids of other tokens": dict(position_ids=torch.arange(11)[None]),
     }

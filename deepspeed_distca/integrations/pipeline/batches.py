@@ -77,10 +77,8 @@ def describe(batch: Any, replica: int) -> Described:
     """
     batch = _as_mapping(batch)
     description = {key: batch.get(key) for key in DESCRIPTION}
-    layout = batch_layout(batch, description).filled()
+    layout = batch_layout(batch, description, replica).filled()
     shared = layout.num_ranks > 1
-    if shared and replica >= layout.num_ranks:
-        raise LayoutError(f"the layout has {layout.num_ranks} ranks, but this is replica {replica}")
     rows = layout.segments[layout.segments[:, RANK] == (replica if shared else 0)]
     return Described(rows[:, [DOCUMENT, START, LENGTH]], shared, count_targets(batch, description))
 

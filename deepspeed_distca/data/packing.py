@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -85,7 +86,7 @@ def pack_documents(
         raise ValueError(f"lengths must not be negative, got {int(lengths.min())}")
     order = np.arange(len(lengths)) if seed is None else np.random.default_rng(seed).permutation(len(lengths))
     rows: list[list[Piece]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), sorted: the first that suffices is the best fit
+    room = _Room()
     split = dropped = dropped_tokens = 0
     for document in order.tolist():
         length = int(lengths[document])
@@ -100,13 +101,37 @@ def pack_documents(
                 continue
             split += 1
         for start, tokens in cut(length, max_tokens):
-            found = bisect_left(room, (tokens, -1))
-            if found < len(room):
-                free, row = room.pop(found)
-            else:
-                free, row = max_tokens, len(rows)
+            free, row = room.take(tokens) or (max_tokens, len(rows))
+            if row == len(rows):
                 rows.append([])
             rows[row].append(Piece(document, start, tokens))
-            if free > tokens:
-                insort(room, (free - tokens, row))
+            room.add(free - tokens, row)
     return Packing(tuple(map(tuple, rows)), max_tokens, split, dropped, dropped_tokens)
+
+
+class _Room:
+    """Rows that are not full: perhaps as many as documents, but of no more kinds than a row has tokens."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []  # sorted
+        self._rows: dict[int, list[int]] = {}  # by free tokens, a heap
+
+    def add(self, free: int, row: int) -> None:
+        """A row with so many free tokens, if any."""
+        if not free:
+            return
+        if free not in self._rows:
+            insort(self._free, free)
+            self._rows[free] = []
+        heappush(self._rows[free], row)
+
+    def take(self, tokens: int) -> tuple[int, int] | None:
+        """Free tokens and number of the row with the fewest that suffice, the first of several; None if none do."""
+        found = bisect_left(self._free, tokens)
+        if found == len(self._free):
+            return None
+        free = self._free[found]
+        row = heappop(self._rows[free])
+        if not self._rows[free]:
+            del self._rows[free], self._free[found]
+        return free, row

@@ -67,7 +67,8 @@ class ArrowDocuments(IndexedDocuments):
     shuffled indices: no token is read for them.
 
     Raises:
-        ValueError: no column "input_ids", or columns of rows that are packed already.
+        ValueError: no column "input_ids", columns of rows that are packed already, or a row whose labels or
+            attention_mask have another length than its input_ids; on every rank, before any of them reads the row.
         TypeError: a column that does not hold lists of integers.
     """
 
@@ -103,9 +104,19 @@ class ArrowDocuments(IndexedDocuments):
     def _read_lengths(self) -> np.ndarray:
         import pyarrow.compute as pc
 
-        lengths = pc.list_value_length(self._lists["input_ids"]).fill_null(0).to_numpy().astype(np.int64)
-        if self._rows is not None:
-            lengths = lengths[self._rows.to_numpy()]
+        def of_column(name: str) -> np.ndarray:
+            lengths = pc.list_value_length(self._lists[name]).fill_null(0).to_numpy().astype(np.int64)
+            return lengths if self._rows is None else lengths[self._rows.to_numpy()]
+
+        lengths = of_column("input_ids")
+        for name in self._columns[1:]:
+            differ = np.flatnonzero(of_column(name) != lengths)
+            if len(differ):
+                row = int(differ[0])
+                raise ValueError(
+                    f"document {row}: {name} has {of_column(name)[row]} values, but input_ids has {lengths[row]} "
+                    f"({len(differ)} of {len(lengths)} documents differ); they must be of one length"
+                )
         if len(lengths) != len(self.data):
             raise RuntimeError(
                 f"the dataset has {len(self.data)} rows, but {len(lengths)} lengths were found in its Arrow table; "

@@ -161,7 +161,8 @@ class DecoderHooks:
         try:
             self._refuse(kwargs)
             layout = batch_layout(kwargs, description, self._planner.place).filled()
-            kwargs = with_position_ids(filled(kwargs), description, layout)
+            kwargs = _countable(kwargs, filled(kwargs))
+            kwargs = with_position_ids(kwargs, description, layout)
             targets = count_targets(kwargs, description) if self._weight_loss else 0
             given: Description | Exception = Description(layout, targets, description["step_targets"])
         except Exception as error:  # whatever it is, all ranks must know
@@ -213,3 +214,10 @@ class DecoderHooks:
                 f"attention_mask {shape}: only a padding mask [batch, tokens] is supported; describe packed documents "
                 "by position_ids or a layout instead"
             )
+
+
+def _countable(given: Mapping[str, Any], filled: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch without tokens has one that stands in, without a target: its mean over none would be no number."""
+    if filled is given or filled.get("labels") is None or filled.get("num_items_in_batch") is not None:
+        return filled
+    return {**filled, "num_items_in_batch": torch.ones(())}

@@ -65,6 +65,16 @@ def test_arrow_list_types(kind) -> None:
     check(read_source(Dataset(table)), [[] if r is None else r for r in ids])
 
 
+@pytest.mark.parametrize("column", ["labels", "attention_mask"])
+def test_columns_of_other_lengths_are_refused_before_a_row_is_read(column) -> None:
+    ids = [[1, 2, 3], [4, 5], [6], [7, 8]]
+    for other in ([[1, 1, 1], [1, 1], [1, 1], [1, 1]], [[1, 1, 1], [1, 1], None, [1, 1]]):
+        dataset = Dataset.from_dict({"input_ids": ids, column: other})
+        read_source(dataset.select([0, 3, 1]))  # the row that differs is not among them
+        with pytest.raises(ValueError, match=rf"document 1: {column} has [02] values, but input_ids has 1 \(1 of 3"):
+            read_source(dataset.select([3, 2, 0]))
+
+
 def test_arrow_lengths_are_not_read_from_rows(monkeypatch) -> None:
     dataset = Dataset.from_dict({"input_ids": rows()}).select(range(3, 30))
 

@@ -22,8 +22,8 @@ from tests.distributed.engine_worker import documents_of, ds_config, reference, 
 from tests.distributed.models_worker import DISTCA, LAYOUT, worst_error
 
 
-def _engine(model, zero: int = 0):
-    engine, *_ = deepspeed.initialize(model=model, config=ds_config(zero, 1, DISTCA))
+def _engine(model, zero: int = 0, **block):
+    engine, *_ = deepspeed.initialize(model=model, config=ds_config(zero, 1, {**DISTCA, **block}))
     return engine
 
 
@@ -158,6 +158,29 @@ def two_models(seed: int) -> dict:
         _, expected = reference(model, [documents])
         worst = max(worst, worst_error(expected, {n: p.grad for n, p in engine.module.named_parameters()})[0])
     return {"gradient_error": worst, "reference_error": float((between - expected_logits).abs().max())}
+
+
+def unweighted(seed: int) -> dict:
+    """token_weighted_loss off: the mean over ranks of their own means, and of 0 where one has no documents."""
+    results = {}
+    for name, lengths in (("full", [[31, 4], [12, 9, 1]]), ("empty", [[31, 4], []])):
+        model = tiny_llama(seed)
+        plain = copy.deepcopy(model)
+        layout = Layout.from_lengths(lengths)
+        documents = documents_of(layout, np.random.default_rng(seed))
+        plain.train()
+        total = 0.0
+        for rank in range(2):
+            row = batch_from_layout(documents, layout, rank)
+            if lengths[rank]:
+                keys = ("input_ids", "labels", "shift_labels", "position_ids")
+                loss = plain(**{k: row[k] for k in keys}, use_cache=False).loss / 2
+                loss.backward()
+                total += float(loss.detach())
+        loss, gradients = _step(_engine(model, token_weighted_loss=False), documents, layout)
+        expected = {n: p.grad for n, p in plain.named_parameters()}
+        results[name] = max(abs(loss - total), worst_error(expected, gradients)[0])
+    return results
 
 
 def router_losses(seed: int) -> dict:
@@ -338,6 +361,7 @@ def run(seed: int, folder: str) -> dict:
         "compiled": compiled(seed),
         "two models": two_models(seed),
         "router losses": router_losses(seed),
+        "unweighted": unweighted(seed),
         "evaluation": evaluation(seed),
         "one rank fails": one_rank_fails(seed),
         "later mask": later_mask(seed),

@@ -57,6 +57,11 @@ def test_router_losses_are_those_of_the_rows(ranks):
         assert max(rank["router losses"].values()) <= BOUND, rank["router losses"]
 
 
+def test_without_weighting_the_loss_is_the_mean_of_the_ranks_means(ranks):
+    for rank in ranks:
+        assert max(rank["unweighted"].values()) <= BOUND, rank["unweighted"]
+
+
 def test_evaluation_is_the_plain_model(ranks):
     assert "packed 2" in ranks[1]["evaluation"] and "packed 2" not in ranks[0]["evaluation"]
     for rank in ranks:

@@ -64,6 +64,11 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
             f"{name} does not go through transformers' attention interface, so its core attention cannot be "
             f"dispatched. {_DISABLE}"
         )
+    if getattr(config, "layerdrop", 0.0):
+        raise UnsupportedModelError(
+            f"{name} leaves out layers at random (layerdrop {config.layerdrop}), other ones on every rank, where ranks "
+            "compute each other's attention; set config.layerdrop to 0"
+        )
     for module in found:
         for key in _DROPOUT:
             rate = getattr(module, key, 0.0)

@@ -116,6 +116,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Qwen3-Next": ("qwen3_next", dict(**_EXPERTS, shared_expert_intermediate_size=16), "linear_attention"),
     "GPT-2, attention dropout": ("gpt2", _GPT2, "attn_pdrop"),
     "Seed-OSS, attention dropout": ("seed_oss", {}, "attention_dropout"),
+    "OPT, layerdrop": (
+        "opt",
+        dict(**_ALL_HEADS, dropout=0.0, layerdrop=0.1, word_embed_proj_dim=32, ffn_dim=48),
+        "layerdrop 0.1",
+    ),
     "Gemma 3, bidirectional": ("gemma3_text", dict(**_WINDOW, use_bidirectional_attention=True), "bidirectional"),
     "BART": (
         "bart",

@@ -205,7 +205,8 @@ class GlobalPackedLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next loop, or of the one that runs."""
+        """The epoch of the next loop, or of the one that runs: until that is at its end, or has its last batch where
+        the loader was asked for its length."""
         return self._epoch
 
     @property
@@ -272,6 +273,10 @@ class GlobalPackedLoader:
         return self._length[1]
 
     def __iter__(self) -> Iterator[Batch]:
+        self._handed_out = self._start  # a state asked for before the first batch is that of this loop
+        return self._loop()
+
+    def _loop(self) -> Iterator[Batch]:
         epoch, accumulation = self._epoch, self.gradient_accumulation_steps
         self._handed_out, self._start, self._resumed = self._start, 0, False
         steps, skip = divmod(self._handed_out, accumulation)
@@ -293,13 +298,19 @@ class GlobalPackedLoader:
         for joined, step in loader:
             for batch in divide_again(joined, step)[skip:]:
                 self._handed_out += 1
+                if self._length == (epoch, self._handed_out):
+                    self._end(epoch)  # a loop of so many batches never asks for one more
                 yield batch
             skip = 0
-        if self._epoch == epoch:
-            self._epoch, self._handed_out = epoch + 1, 0
+        self._end(epoch)
         counts = self._packer.counts
         if counts.dropped_documents:
             logger.warning("epoch %d: %s", epoch, counts)
+
+    def _end(self, epoch: int) -> None:
+        """The epoch is over, unless another one was chosen meanwhile."""
+        if self._epoch == epoch:
+            self._epoch, self._handed_out = epoch + 1, 0
 
     def _steps(self, source: IndexedDocuments, epoch: int, packer: GlobalPacker) -> Iterator[Step]:
         lengths = source.lengths

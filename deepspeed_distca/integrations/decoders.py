@@ -66,8 +66,8 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         )
     if getattr(config, "layerdrop", 0.0):
         raise UnsupportedModelError(
-            f"{name} leaves out layers at random (layerdrop {config.layerdrop}), other ones on every rank, where ranks "
-            "compute each other's attention; set config.layerdrop to 0"
+            f"{name} leaves out layers at random (layerdrop {config.layerdrop}), other ones on every rank, where "
+            "ranks compute each other's attention; set config.layerdrop to 0"
         )
     for module in found:
         for key in _DROPOUT:

@@ -273,6 +273,24 @@ def test_a_loop_that_was_left_starts_anew() -> None:
     assert loader.epoch == 0 and same(list(loader), expected)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_of_as_many_batches_as_the_length_ends_the_epoch(workers: int) -> None:
+    documents = spread(40)
+    options = dict(rank=0, num_ranks=1, shuffle=True, num_workers=workers, gradient_accumulation_steps=2)
+    whole = GlobalPackedLoader(documents, 300, **options)
+    expected = [list(whole) for _ in range(3)]
+    loader = GlobalPackedLoader(documents, 300, **options)
+    for epoch in range(3):
+        count = len(loader)
+        iterator = iter(loader)
+        found = [next(iterator) for _ in range(count - 1)]
+        assert loader.epoch == epoch and loader.state_dict()["micro_batches"] == count - 1
+        found.append(next(iterator))
+        assert same(found, expected[epoch]) and loader.epoch == epoch + 1
+        assert loader.state_dict()["micro_batches"] == 0 and next(iterator, None) is None
+    assert not same(expected[0], expected[1])
+
+
 def test_labels_are_kept() -> None:
     rng = np.random.default_rng(0)
     features = [
@@ -306,6 +324,10 @@ def test_an_accumulation_loader_around_it_changes_nothing() -> None:
     resumed = AccumulationLoader(GlobalPackedLoader(spread(50), **options), 2)
     resumed.load_state_dict(wrapped.state_dict())
     assert same(before + list(resumed), expected)
+    again = list(islice(wrapped, 1))  # a second loop: the state within its first step is not that of the one before
+    resumed.set_epoch(0)
+    resumed.load_state_dict(wrapped.state_dict())
+    assert same(again + list(resumed), expected)
 
 
 def test_states_of_other_runs_are_refused() -> None:

@@ -18,13 +18,20 @@ import torch.utils.checkpoint
 from torch import nn
 from transformers import PreTrainedModel
 
+from deepspeed_distca.integrations.attention_names import AttentionNames
 from deepspeed_distca.integrations.ping_pong import PingPong, base_of
 from deepspeed_distca.integrations.ping_pong_trial import Trial
 
 logger = logging.getLogger(__name__)
 
-#: Where hooks come from that may see a module's tokens in two parts: they count, or give on what passes through.
-_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils", "deepspeed.")
+#: Where hooks come from that may see a module's tokens in two parts: they count, give on what passes through, or
+#: switch an attention function.
+_HARMLESS_HOOKS = (
+    "transformers.utils.output_capturing",
+    "transformers.modeling_utils",
+    "deepspeed.",
+    AttentionNames.__module__,
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = [f"_global{name}" for name in _HOOKS]
 

@@ -126,7 +126,7 @@ class Runtime:
         config: the options in force.
         server_weights: of the data-parallel ranks, as given or as measured; None where none were asked for.
         server: this rank's attention server.
-        place: its number among the servers that share attention.
+        place: its number among the servers that share attention, and how many these are.
     """
 
     def __init__(self, engine: DeepSpeedEngine, config: DistCAConfig) -> None:
@@ -147,7 +147,7 @@ class Runtime:
                 f"`{BLOCK}.servers` was given {servers}; allowed: a divisor of the {len(mine)} data-parallel ranks"
             )
         server_groups = [g[i : i + servers] for g in rank_groups for i in range(0, len(g), servers)]
-        self.place = mine.index(dist.get_rank()) % servers
+        self.place = mine.index(dist.get_rank()) % servers, servers
         self.server_weights = agreed_weights(config, engine.device, rank_groups, servers)
         weights = weights_of_servers(self.server_weights, len(mine), servers, mine.index(dist.get_rank()))
         options = plan_options(config, engine.device, decoder.config.get_text_config(), weights)
@@ -179,7 +179,7 @@ class Runtime:
         self.server = AttentionServer(
             agreement=Agreement(agreement, servers, common),
             exchange=exchange,
-            server=self.place,
+            server=self.place[0],
             cost=cost,
             options=options,
             windows=windows,

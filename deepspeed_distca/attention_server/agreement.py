@@ -46,6 +46,10 @@ class AgreementError(RuntimeError):
     """The ranks cannot go on together; the message says which rank differs and how."""
 
 
+class _OutOfStep(AgreementError):
+    """Ranks are at different places."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One rank's part of a micro-batch.
@@ -107,7 +111,8 @@ class Agreement:
             Collective too, to be called once, and before anything else is gathered: waits for the micro-batch as all
             ranks together see it. It raises AgreementError on every rank if a rank has an error or the ranks' inputs
             do not fit together. Where the micro-batch failed before it could be called, on all ranks alike, the next
-            one may be gathered; if only some ranks left it out, that is an error on all.
+            one may be gathered. If only some ranks left it, that is an error on the others: while they still agree on
+            it, or else, with the next one, on all ranks.
         """
         message = np.zeros(_SIZE, dtype=np.int64)
         message[:2] = _Kind.MICRO_BATCH, isinstance(micro_batch, Exception)
@@ -124,7 +129,18 @@ class Agreement:
             message[8] = micro_batch.in_two
             message[_HEADER : _HEADER + len(lengths)] = lengths[:_INLINE]
         arrived = self._start(message)
-        return lambda: self._together(arrived, micro_batch, lengths)
+
+        def in_step() -> np.ndarray:
+            try:
+                return arrived()
+            except _OutOfStep:
+                if not message[9]:
+                    raise
+            # The others were still at the micro-batch that this rank left; now they have raised and come to this one.
+            message[9] = 0
+            return self._start(message)()
+
+        return lambda: self._together(in_step, micro_batch, lengths)
 
     def _together(
         self, arrived: Callable[[], np.ndarray], micro_batch: MicroBatch | Exception, lengths: np.ndarray
@@ -142,7 +158,8 @@ class Agreement:
         if left.any() and not left.all():
             raise AgreementError(
                 f"ranks {np.flatnonzero(left).tolist()} left the last micro-batch before its first attention layer, "
-                "the others did not; look for an earlier error on them. All ranks may go on with the next micro-batch"
+                "the others did not; look for an earlier error on them. To go on, all ranks must be at the same "
+                "micro-batch of their optimizer step again: load a checkpoint, or begin the step anew"
             )
         self._check(gathered)
         group = slice(self._rank // self._servers * self._servers, None)
@@ -211,8 +228,8 @@ class Agreement:
         """The values of every rank, whose numbers are in the first messages: collective if some do not fit there."""
         counts, pieces = gathered[:, 3], [gathered[:, _HEADER:]]
         rest = range(_INLINE, int(counts.max()), _SIZE - 1)
-        for arrived in [self._send(_Kind.MORE, mine[first : first + _SIZE - 1]) for first in rest]:
-            pieces.append(arrived())
+        for first in rest:  # one after the other: a rank that has left meets one of them only
+            pieces.append(self._send(_Kind.MORE, mine[first : first + _SIZE - 1])())
         return [row[:n] for row, n in zip(np.concatenate(pieces, axis=1), counts.tolist(), strict=True)]
 
     def _raise_errors(self, gathered: np.ndarray, mine: object) -> None:
@@ -223,7 +240,12 @@ class Agreement:
         error = mine if isinstance(mine, Exception) else None
         raw = b"" if error is None else str(error).encode()[:_ERROR_BYTES]
         text = np.frombuffer(raw.ljust(_ERROR_BYTES, b"\0"), dtype=np.int64)
-        texts = self._send(_Kind.ERROR, text)()
+        try:
+            texts = self._send(_Kind.ERROR, text)()
+        except AgreementError as unheard:
+            if error is not None:
+                raise error from unheard
+            raise
         if error is not None:
             raise error
         first = int(ranks[0])
@@ -253,7 +275,7 @@ class Agreement:
             kinds = gathered[:, 0]
             if (kinds != kinds[0]).any():
                 asked = ", ".join(f"rank {r}: {_Kind(k).name.lower()}" for r, k in enumerate(kinds.tolist()))
-                raise AgreementError(
+                raise _OutOfStep(
                     "the ranks are not at the same place: some began their next micro-batch while others were still "
                     f"agreeing on the last one ({asked}); look for an earlier error on one of them"
                 )

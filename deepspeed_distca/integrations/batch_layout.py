@@ -16,14 +16,16 @@ from deepspeed_distca.layout import LENGTH, START, Layout, LayoutError
 DESCRIPTION = ("layout", "cu_seqlens", "max_seqlen", "num_targets", "step_targets")
 
 
-def batch_layout(kwargs: Mapping[str, Any], description: Mapping[str, Any], rank: int | None = None) -> Layout:
+def batch_layout(
+    kwargs: Mapping[str, Any], description: Mapping[str, Any], place: tuple[int, int] | None = None
+) -> Layout:
     """Documents of this rank's rows: from the collator, else from cu_seqlens, a padding mask or position ids.
 
     The last three may lie on a device; reading them waits for it, once per micro-batch.
 
     Args:
-        rank: this rank's place among those that share a layout; None: a layout of several ranks is not compared with
-            the batch.
+        place: this rank's among those that share a layout, and how many these are; None: a layout of several ranks is
+            not compared with the batch.
 
     Raises:
         LayoutError: what describes the documents is no layout, or one of other tokens than the batch has.
@@ -38,7 +40,7 @@ def batch_layout(kwargs: Mapping[str, Any], description: Mapping[str, Any], rank
         if not isinstance(layout, Layout):
             raise LayoutError(f"layout must be a Layout, got {type(layout).__name__}")
         layout.validate()
-        _compare(layout, batch, tokens, rank)
+        _compare(layout, batch, tokens, place)
         return layout
     for key in ("cu_seqlens", "cu_seq_lens_q"):
         cu_seqlens = description.get(key) if key in description else kwargs.get(key)
@@ -67,18 +69,16 @@ def batch_layout(kwargs: Mapping[str, Any], description: Mapping[str, Any], rank
     return Layout.from_position_ids(position_ids.expand(batch, tokens).cpu().numpy())
 
 
-def _compare(layout: Layout, batch: int, tokens: int, rank: int | None) -> None:
+def _compare(layout: Layout, batch: int, tokens: int, place: tuple[int, int] | None) -> None:
     """Raises LayoutError unless the layout's part for this rank has as many tokens as the batch."""
-    if layout.num_ranks > 1 and rank is None:
+    if layout.num_ranks > 1 and place is None:
         return
-    place = rank if layout.num_ranks > 1 else 0
-    if place >= layout.num_ranks:
-        raise LayoutError(
-            f"the layout has {layout.num_ranks} ranks, but this is number {place} of those that share it"
-        )
-    described = int(layout.tokens[place])
+    rank, ranks = place if layout.num_ranks > 1 else (0, 1)
+    if layout.num_ranks != ranks:
+        raise LayoutError(f"the layout has {layout.num_ranks} ranks, but {ranks} share attention")
+    described = int(layout.tokens[rank])
     if described != batch * tokens:
-        where = f" for rank {place}" if layout.num_ranks > 1 else ""
+        where = f" for rank {rank}" if layout.num_ranks > 1 else ""
         raise LayoutError(
             f"the layout has {described} tokens{where}, input_ids has {batch} x {tokens}; the layout must describe "
             "the very tokens of the batch"

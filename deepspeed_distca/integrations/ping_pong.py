@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,10 +74,16 @@ class PingPong:
         )
 
         @functools.wraps(self._forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(args, kwargs)
+        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if model is self.base:
+                return self._run(args, kwargs)
+            # A copy, which brought this along.
+            return (self._own_forward or types.MethodType(type(model).forward, model))(*args, **kwargs)
 
-        self.base.forward = torch.compiler.disable(forward)
+        # As a method it is bound to a copy when the model is copied.
+        parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        forward.__signature__ = inspect.Signature([parameter, *self._signature.parameters.values()])
+        self.base.forward = types.MethodType(torch.compiler.disable(forward), self.base)
 
     def remove(self) -> None:
         """Gives the base model its own forward back."""

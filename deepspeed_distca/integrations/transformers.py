@@ -9,6 +9,7 @@ keyword argument of forward, so that recomputation finds the right one.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,10 +62,10 @@ class Planner(Protocol):
     """What makes plans: see ``deepspeed_distca.engine_hooks.Runtime``.
 
     Attributes:
-        place: this rank's among the servers that share a layout.
+        place: this rank's among the servers that share a layout, and how many these are.
     """
 
-    place: int
+    place: tuple[int, int]
 
     def plan(self, description: Description | Exception, device: torch.device) -> tuple[Plan, torch.Tensor]:
         """Collective: the plan of a training micro-batch, and the divisor of its summed loss, a scalar on the device
@@ -112,6 +113,7 @@ class DecoderHooks:
         self._keep_attention = keep_attention
         self._model, self._modules, self._planner, self._weight_loss = model, modules, planner, weight_loss
         self._windows = dict(zip(modules, windows, strict=True))
+        self._own_configuration()
         self._names = AttentionNames(modules)
         self._signature = inspect.signature(model.forward)
         self._first: watched_by | None = None  # while the first planned forward runs
@@ -125,7 +127,20 @@ class DecoderHooks:
         """Leaves the model as it was."""
         for handle in self._handles:
             handle.remove()
+        self._end()
         self._names.remove()
+
+    def _own_configuration(self) -> None:
+        """Gives the model a configuration object of its own, so that another one built from the very same object (a
+        teacher) has its own attention even inside this one's forward. Models of several parts have theirs already.
+        """
+        shared = self._model.config
+        if shared.sub_configs or any(m.config is not shared for m in self._modules):
+            return
+        own = copy.copy(shared)
+        for module in self._model.modules():
+            if getattr(module, "config", None) is shared:
+                module.config = own
 
     def _before(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if model is not self._model:
@@ -142,6 +157,8 @@ class DecoderHooks:
         if plan is not None:
             looked_at = not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
             self._names.use(FIRST if looked_at else NAME)
+            if training:
+                self._names.expect(plan)
             for key in _KERNEL_ARGUMENTS:
                 kwargs.pop(key, None)
             kwargs["attention_mask"] = None
@@ -161,8 +178,7 @@ class DecoderHooks:
         try:
             self._refuse(kwargs)
             layout = batch_layout(kwargs, description, self._planner.place).filled()
-            kwargs = _countable(kwargs, filled(kwargs))
-            kwargs = with_position_ids(kwargs, description, layout)
+            kwargs = with_position_ids(_countable(kwargs, filled(kwargs)), description, layout)
             targets = count_targets(kwargs, description) if self._weight_loss else 0
             given: Description | Exception = Description(layout, targets, description["step_targets"])
         except Exception as error:  # whatever it is, all ranks must know
@@ -179,7 +195,7 @@ class DecoderHooks:
         if not packed or cached or kwargs.get("output_attentions"):
             return None, kwargs
         layout = batch_layout(kwargs, description).filled()
-        kwargs = with_position_ids(filled(kwargs), description, layout)
+        kwargs = with_position_ids(_countable(kwargs, filled(kwargs)), description, layout)
         return self._planner.plan_alone(layout, device), kwargs
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -9,7 +9,13 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.agreement import Agreement, AgreementError, MicroBatch, agreement_group
+from deepspeed_distca.attention_server.agreement import (
+    Agreement,
+    AgreementError,
+    GlobalMicroBatch,
+    MicroBatch,
+    agreement_group,
+)
 from deepspeed_distca.layout import Layout
 
 
@@ -19,13 +25,15 @@ def run(seed: int) -> dict:
     agreement = Agreement(agreement_group([[0, 1]], timedelta(seconds=20)), servers=2, fingerprint=seed)
     rng = np.random.default_rng(seed)  # the same on all ranks: each knows what the others have
 
-    def gather(lengths: list[list[int]]) -> Callable[[], object]:
-        return agreement.gather(MicroBatch(Layout.from_lengths([lengths[rank]]), targets=rank + 1))
+    def gather(number: int, lengths: list[list[int]]) -> Callable[[], GlobalMicroBatch]:
+        """Micro-batch `number`: ranks that are at the same one find twice that many targets."""
+        return agreement.gather(MicroBatch(Layout.from_lengths([lengths[rank]]), targets=number))
 
-    def agrees(lengths: list[list[int]]) -> bool:
-        together = gather(lengths)()
-        assert together.targets == 3 and together.step_targets is None and not together.in_two
-        return np.array_equal(together.layout.segments, Layout.from_lengths(lengths).segments)
+    def agrees(number: int, lengths: list[list[int]]) -> bool:
+        together = gather(number, lengths)()
+        assert together.step_targets is None and not together.in_two
+        same = np.array_equal(together.layout.segments, Layout.from_lengths(lengths).segments)
+        return same and together.targets == 2 * number
 
     def message_of(run: Callable[[], object]) -> str:
         try:
@@ -40,30 +48,34 @@ def run(seed: int) -> dict:
         lengths = [rng.integers(1, 9, size=n).tolist() or [1], [4, 2]]
         values = agreement.gather_values(np.arange(n if rank else n // 2))
         right = [list(range(n // 2)), list(range(n))]
-        results["numbers"][n] = agrees(lengths) and [row.tolist() for row in values] == right
+        results["numbers"][n] = agrees(n, lengths) and [row.tolist() for row in values] == right
     words = "what is wrong, at length: " + "ä" * 700
     results["long error"] = message_of(lambda: agreement.gather(ValueError(words) if rank else MicroBatch(
         Layout.from_lengths([[3]]), 1))())  # fmt: skip
     results["values' error"] = message_of(lambda: agreement.gather_values(ValueError("no") if rank else np.arange(2)))
 
     # Rank 1 leaves a micro-batch unasked, and the other one asks for it, or asks further, before it notices.
-    first = gather(few)
+    first = gather(1, few)
     if rank == 0:
-        first()
-    results["left"] = message_of(gather(few))
-    results["after it"] = agrees(few)
-    many = [[1] * 600, [2] * 40]
+        assert first().targets == 2
+    results["left"] = message_of(gather(2, few))
+    results["after it"] = agrees(3, few)
+    number, many = 4, [[1] * 1600, [2] * 40]
     for name, ask in (("digest", lambda: agreement.same(3, "something")), ("documents", None)):
-        first = gather(many if ask is None else few)
+        first = gather(number, many if ask is None else few)
         if rank == 0:
             if ask is not None:
                 first()
             results[f"left at the {name}"] = message_of(ask or first)
-        else:
-            results[f"left at the {name}"] = message_of(gather(few))
-        results[f"after the {name}"] = agrees(few)
-    gather(few)
-    results["left by all"] = agrees(few)
+        results[f"after the {name}"] = [agrees(number + more, few) for more in (1, 2)]
+        number += 3
+    # A rank's own error is the one that it raises, also where the other has left and does not hear of it.
+    wrong = agreement.gather(ValueError("a cause") if rank == 0 else MicroBatch(Layout.from_lengths([[3]]), number))
+    if rank == 0:
+        results["cause"] = message_of(wrong)
+    results["after the cause"] = agrees(number + 1, few)
+    gather(number + 2, few)
+    results["left by all"] = agrees(number + 3, few)
     alone = Agreement(agreement_group([[0, 1]], timedelta(seconds=20)), servers=1, fingerprint=seed)
     shared = MicroBatch(Layout.from_lengths([[3], [2]]), targets=1)
     results["shared by nobody"] = message_of(alone.gather(shared))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 
 import deepspeed
@@ -84,6 +85,55 @@ def frozen(seed: int) -> dict:
     for part in (model.model.embed_tokens, model.model.layers[0]):
         part.requires_grad_(False)
     return _errors(model, copy.deepcopy(model), seed)
+
+
+def detached(seed: int, reentrant: bool) -> dict:
+    """Hooks that are taken out between forward and backward are there for recomputation, and gone after it."""
+    model = tiny_llama(seed)
+    plain = copy.deepcopy(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    engine = _engine(model)
+    layout, documents = _documents(seed)
+    expected_loss, expected = reference(plain, [documents])
+    engine.train()
+    loss = engine(**batch_from_layout(documents, layout, dist.get_rank())).loss
+    engine.distca.detach()
+    engine.backward(loss)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    error, _ = worst_error(expected, {n: p.grad for n, p in engine.module.named_parameters()})
+    del loss
+    gc.collect()
+    attention = [m for m in model.modules() if type(m).__name__ == "LlamaAttention"]
+    assert attention and not any(m._forward_pre_hooks or m._forward_hooks for m in attention)
+    return {"loss_error": abs(float(total) / 2 - expected_loss), "gradient_error": error, "trained": 1, "moved": 1}
+
+
+def copies(seed: int) -> dict:
+    """A copy of a model that runs in two nano-batches computes with its own weights, and gets its own gradients."""
+    engine = _engine(tiny_llama(seed), overlap="ping_pong")
+    layout, documents = _documents(seed)
+    for _ in range(2):
+        _step(engine, documents, layout)
+    twin = copy.deepcopy(engine.module)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    plain = tiny_llama(seed)
+    plain.load_state_dict(twin.state_dict())
+    ids = torch.arange(1, 14)[None]
+    for model in (twin, plain):
+        model.train()
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    expected = {n: p.grad for n, p in plain.named_parameters()}
+    part = batch_from_layout(documents, layout, dist.get_rank())
+    try:
+        engine.module.model(**{k: part[k] for k in ("input_ids", "position_ids", "layout")})
+        alone = "no error"
+    except UnsupportedModelError as error:
+        alone = str(error)
+    return {"error": worst_error(expected, {n: p.grad for n, p in twin.named_parameters()})[0], "alone": alone}
 
 
 def second_engine(seed: int) -> dict:
@@ -246,10 +296,10 @@ def evaluation(seed: int) -> dict:
             alone = torch.cat([plain(input_ids=torch.tensor([t])).logits for t in texts], dim=1)
         errors[f"packed {turn}"] = float((out.logits - alone).abs().max())
     errors["the step's statistics"] = engine.distca.stats.server_seconds - measured
-    twin, batch = copy.deepcopy(engine.module), collate([{"input_ids": t} for t in texts])
-    compare("copy", lambda m: (twin if m is engine.module else m)(input_ids=prompt).logits)
+    compare("copy", lambda m: (copy.deepcopy(m) if m is engine.module else m)(input_ids=prompt).logits)
+    batch = collate([{"input_ids": t} for t in texts])
     rows = {key: batch[key] for key in ("input_ids", "position_ids")}
-    compare("copy, packed", lambda m: (twin(**batch) if m is engine.module else m(**rows)).logits)
+    compare("copy, packed", lambda m: (copy.deepcopy(m)(**batch) if m is engine.module else m(**rows)).logits)
     compare("a part alone", lambda m: m.model(input_ids=prompt).last_hidden_state)
     engine.module.set_attn_implementation("eager")
     compare("weights", lambda m: m(input_ids=prompt, output_attentions=True).logits)
@@ -356,12 +406,14 @@ def run(seed: int, folder: str) -> dict:
     results["second engine"] = second_engine(seed)
     for reentrant in (False, True):
         results[f"compiled layers {reentrant}"] = compiled_layers(seed, reentrant)
+        results[f"detached {reentrant}"] = detached(seed, reentrant)
     return {
         "exact": results,
         "compiled": compiled(seed),
         "two models": two_models(seed),
         "router losses": router_losses(seed),
         "unweighted": unweighted(seed),
+        "copies": copies(seed),
         "evaluation": evaluation(seed),
         "one rank fails": one_rank_fails(seed),
         "later mask": later_mask(seed),

@@ -57,6 +57,12 @@ def test_router_losses_are_those_of_the_rows(ranks):
         assert max(rank["router losses"].values()) <= BOUND, rank["router losses"]
 
 
+def test_a_copy_is_a_model_of_its_own(ranks):
+    for rank in ranks:
+        assert rank["copies"]["error"] <= BOUND
+        assert "LlamaAttention was given a layout of 2 ranks, but no plan" in rank["copies"]["alone"]
+
+
 def test_without_weighting_the_loss_is_the_mean_of_the_ranks_means(ranks):
     for rank in ranks:
         assert max(rank["unweighted"].values()) <= BOUND, rank["unweighted"]

@@ -78,12 +78,12 @@ def test_what_cannot_be_read_is_refused(kwargs, given, words):
 
 def test_a_layout_of_several_ranks_is_compared_with_this_rank_s_part():
     shared = description(layout=Layout([(0, 0, 0, 6), (0, 1, 0, 4), (1, 1, 4, 3)], 2))
-    assert batch_layout({"input_ids": IDS}, shared, 0) is shared["layout"]
+    assert batch_layout({"input_ids": IDS}, shared, (0, 2)) is shared["layout"]
     assert batch_layout({"input_ids": IDS}, shared) is shared["layout"]  # not known which part is this rank's
     with pytest.raises(LayoutError, match="3 tokens for rank 1, input_ids has 1 x 10"):
-        batch_layout({"input_ids": IDS}, shared, 1)
-    with pytest.raises(LayoutError, match="number 2 of those that share it"):
-        batch_layout({"input_ids": IDS}, shared, 2)
+        batch_layout({"input_ids": IDS}, shared, (1, 2))
+    with pytest.raises(LayoutError, match="the layout has 2 ranks, but 1 share attention"):
+        batch_layout({"input_ids": IDS}, shared, (0, 1))
 
 
 def test_an_empty_batch_gets_one_token_without_a_target():

@@ -66,20 +66,20 @@ class Described:
     targets: int
 
 
-def describe(batch: Any, replica: int) -> Described:
+def describe(batch: Any, place: tuple[int, int]) -> Described:
     """What a micro-batch, in either form, says of itself.
 
     Args:
-        replica: this rank's place among the replicas that share a layout, where the batch has such a one.
+        place: this replica's among those that share a layout, where the batch has such a one, and how many these are.
 
     Raises:
         ValueError, TypeError: a batch that is neither, or whose documents cannot be told apart.
     """
     batch = _as_mapping(batch)
     description = {key: batch.get(key) for key in DESCRIPTION}
-    layout = batch_layout(batch, description, replica).filled()
+    layout = batch_layout(batch, description, place).filled()
     shared = layout.num_ranks > 1
-    rows = layout.segments[layout.segments[:, RANK] == (replica if shared else 0)]
+    rows = layout.segments[layout.segments[:, RANK] == (place[0] if shared else 0)]
     return Described(rows[:, [DOCUMENT, START, LENGTH]], shared, count_targets(batch, description))
 
 

@@ -247,7 +247,8 @@ class PipelineRuntime:
         except StopIteration:
             raise StopIteration(f"the data ended after {index} of the batch's {micro_batches} micro-batches") from None
         given = batch if self._engine.batch_fn is None else self._engine.batch_fn(batch)
-        description = describe(batch if isinstance(batch, Mapping) else given, self._topology.replica)
+        place = self._topology.replica, self._topology.replicas
+        description = describe(batch if isinstance(batch, Mapping) else given, place)
         return pipeline_batch(given), description
 
     def _understand(self, messages: list[np.ndarray], micro_batches: int) -> int:

@@ -244,7 +244,8 @@ class Runtime:
         return self.server.plan_alone(layout)
 
     def detach(self) -> None:
-        """Removes the hooks; the model runs as it did before. ``engine.distca`` stays, out of use."""
+        """Removes the hooks; the model runs as it did before. ``engine.distca`` stays, out of use. Attention modules
+        keep theirs until the last forward is gone whose backward may recompute them."""
         if _hooked(self._decoder) is self:
             del _RUNTIMES[self._decoder]
         self._hooks.remove()

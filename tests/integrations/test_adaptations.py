@@ -29,6 +29,12 @@ def test_lora_and_frozen_layers_are_exact(ranks):
             assert r["trained"] and r["moved"], (name, r)
 
 
+def test_hooks_taken_out_before_backward_are_there_for_recomputation(ranks):
+    for rank in ranks:
+        for r in rank["detached"]:
+            assert max(r["loss_error"], r["gradient_error"]) <= BOUND, r
+
+
 def test_gradients_of_gradients_are_refused(ranks):
     assert all("no second derivative" in rank["exact"]["second engine"]["refused"] for rank in ranks)
 

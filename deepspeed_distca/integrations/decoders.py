@@ -79,6 +79,15 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
+def base_of(decoder: PreTrainedModel, modules: list[nn.Module]) -> PreTrainedModel:
+    """The innermost model that has all attention modules."""
+    found = decoder
+    for model in decoder.modules():
+        if isinstance(model, PreTrainedModel) and set(modules) <= set(model.modules()):
+            found = model
+    return found
+
+
 def attention_windows(modules: list[nn.Module]) -> list[int | None]:
     """The sliding window of each attention module (keys a query sees, its own included); None: all keys before it.
 

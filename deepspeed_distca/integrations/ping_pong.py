@@ -23,8 +23,10 @@ from transformers.utils import ModelOutput
 from deepspeed_distca.attention_server.overlap import NanoPair, PingPongPlan
 from deepspeed_distca.attention_server.pending import PendingPlan
 from deepspeed_distca.integrations.attention_function import KEPT, PLAN, WITNESS, UnsupportedModelError
+from deepspeed_distca.integrations.decoders import base_of
 from deepspeed_distca.integrations.kept_attention import KeptAttention
 from deepspeed_distca.integrations.ping_pong_trial import Trial
+from deepspeed_distca.integrations.row_rope import row_rules
 from deepspeed_distca.integrations.turns import Turns
 
 _OTHERWISE = 'Set `distca.overlap` to "local_first"'
@@ -60,11 +62,11 @@ class PingPong:
         self.running: int | None = None
         self._trial = trial
         self._name = type(decoder).__name__
-        kind = row_dependent_rope(decoder.config.get_text_config())
-        if kind:
+        rules = row_rules(decoder)
+        if rules:
             raise UnsupportedModelError(
-                f'{self._name} uses rotary embeddings of kind "{kind}", which depend on the longest position of a '
-                f"row: the two halves of a row would not share it. {_OTHERWISE}"
+                f'{self._name} uses rotary embeddings of kind "{rules[0].kind}", which depend on the longest position '
+                f"of a row: the two halves of a row would not share it. {_OTHERWISE}"
             )
         self._own_forward = self.base.__dict__.get("forward")  # of a model that somebody else has patched
         self._forward: Callable[..., Any] = self.base.forward
@@ -251,15 +253,6 @@ def _map(output: Any, tensors: Any) -> Any:
     if isinstance(output, ModelOutput):
         return type(output)(**{key: _map(value, tensors) for key, value in output.items()})
     return type(output)(_map(v, tensors) for v in output) if isinstance(output, tuple | list) else output
-
-
-def base_of(decoder: PreTrainedModel, modules: list[nn.Module]) -> PreTrainedModel:
-    """The innermost model that has all attention modules."""
-    found = decoder
-    for model in decoder.modules():
-        if isinstance(model, PreTrainedModel) and set(modules) <= set(model.modules()):
-            found = model
-    return found
 
 
 def row_dependent_rope(config: Any) -> str | None:

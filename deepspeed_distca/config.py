@@ -109,6 +109,10 @@ class DistCAConfig(DeepSpeedConfigModel):
     computes nor exchanges it again. Costs tokens x heads x (v_head_dim x bytes of an element + 4) bytes a layer until
     backward. Pipelines always keep it. """
 
+    probe: bool = True
+    """ Run the model on two handfuls of tiny documents when the engine is made, and refuse it where one document
+    changes another's result, or a packed document's is not that of the document alone. """
+
     pipeline: PipelineConfig | None = None
     """ Pipeline parallelism; other engines pay no attention to it. """
 

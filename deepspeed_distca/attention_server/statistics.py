@@ -49,6 +49,14 @@ class StepStatistics:
     previous_server_seconds: float | None = None
     previous_exposed_seconds: float | None = None
 
+    def __str__(self) -> str:
+        """One line to print."""
+        return (
+            f"balance {self.balance_before:.2f} -> {self.balance_after:.2f}, {self.bytes_sent / 2**20:.1f} MiB sent, "
+            f"planned in {self.planning_ms:.1f} ms, attention {self.server_seconds * 1e3:.1f} ms, exposed "
+            f"{self.exposed_seconds * 1e3:.1f} ms"
+        )
+
     @property
     def bytes_moved(self) -> int:
         """Bytes that all servers of the group together send."""

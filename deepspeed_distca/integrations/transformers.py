@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from deepspeed_distca.integrations.attention_function import (
     FIRST,
@@ -30,16 +33,12 @@ from deepspeed_distca.integrations.attention_function import (
     watched_by,
 )
 from deepspeed_distca.integrations.attention_names import AttentionNames
-from deepspeed_distca.integrations.batch_layout import (
-    DESCRIPTION,
-    batch_layout,
-    count_targets,
-    filled,
-    with_position_ids,
-)
+from deepspeed_distca.integrations.contract import Contract
 from deepspeed_distca.integrations.decoders import attention_modules, attention_windows, find_decoder
 from deepspeed_distca.integrations.first_forward import FirstForward
+from deepspeed_distca.integrations.front_door import DESCRIPTION, Admitted, Limits, admit, names_documents
 from deepspeed_distca.integrations.kept_attention import KeptAttention
+from deepspeed_distca.integrations.row_rope import RowRope
 from deepspeed_distca.layout import Layout
 
 __all__ = [
@@ -52,10 +51,15 @@ __all__ = [
     "find_decoder",
 ]
 
+logger = logging.getLogger(__name__)
+
+_CAUSAL = Contract()
 #: What describes documents to kernels of transformers' own; the plan says it all.
 _KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 #: From these some models make masks that differ from batch to batch: attention both ways among an image's tokens.
 _MASK_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
+#: Micro-batches in which ranks compare their tokens: a loader without a sampler shows in the first.
+_COMPARED = 4
 
 
 class Planner(Protocol):
@@ -74,6 +78,9 @@ class Planner(Protocol):
     def plan_alone(self, layout: Layout, device: torch.device) -> Plan:
         """Everything on this rank, without a word to the others: for evaluation."""
 
+    def failed(self, error: BaseException) -> None:
+        """A forward failed after its plan was asked for: the other ranks must know, and are not to wait for it."""
+
 
 @dataclass(frozen=True)
 class Description:
@@ -82,6 +89,23 @@ class Description:
     layout: Layout
     targets: int
     step_targets: int | None
+    tokens_digest: int = 0
+
+
+@dataclass
+class _Forward:
+    """A planned forward under way.
+
+    Attributes:
+        nothing: it has no real token, so it may have no part in any loss.
+        weight: own targets and the divisor by which a loss that is a mean over them is scaled afterwards.
+        watched: who looks on, in a model's first one.
+    """
+
+    training: bool
+    nothing: bool = False
+    weight: tuple[int, torch.Tensor] | None = None
+    watched: watched_by | None = None
 
 
 class DecoderHooks:
@@ -95,6 +119,7 @@ class DecoderHooks:
         modules: its attention modules.
         windows: their windows.
         planner: makes the plans.
+        contract: how the model reads its arguments.
         weight_loss: divide the model's summed loss by the divisor that comes with a plan, unless the caller gave
             ``num_items_in_batch`` himself.
         keep_attention: recomputation of layers does not repeat core attention.
@@ -107,6 +132,7 @@ class DecoderHooks:
         windows: list[int | None],
         planner: Planner,
         *,
+        contract: Contract = _CAUSAL,
         weight_loss: bool,
         keep_attention: bool,
     ) -> None:
@@ -115,11 +141,17 @@ class DecoderHooks:
         self._windows = dict(zip(modules, windows, strict=True))
         self._own_configuration()
         self._names = AttentionNames(modules)
+        self._contract, self._limits = contract, _limits(model)
+        self._rope = RowRope(model)
         self._signature = inspect.signature(model.forward)
-        self._first: watched_by | None = None  # while the first planned forward runs
+        self._running: _Forward | None = None
         self._checked = False
+        self._compared = 0  # micro-batches whose tokens were compared over the ranks
+        self._said: set[str] = set()
         self._handles = [
-            model.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True, prepend=True),
+            # Behind hooks that others have registered: they see the caller's arguments, and DeepSpeed's tensor
+            # parallelism compares those over its ranks.
+            model.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True),
             model.register_forward_hook(torch.compiler.disable(self._after), always_call=True),
         ]
 
@@ -128,6 +160,7 @@ class DecoderHooks:
         for handle in self._handles:
             handle.remove()
         self._end()
+        self._rope.remove()
         self._names.remove()
 
     def _own_configuration(self) -> None:
@@ -147,73 +180,114 @@ class DecoderHooks:
             return None  # a copy, which brought this hook along: not the engine's
         self._end()  # of a forward that failed where its hook was not called
         kwargs = {**self._bind(args), **kwargs}
-        description = {key: kwargs.pop(key, None) for key in DESCRIPTION}
         training = model.training and torch.is_grad_enabled()
         device = next(model.parameters()).device
-        if training:
-            plan, kwargs = self._training(kwargs, description, device)
+        found = self._training(kwargs, device) if training else self._evaluation(kwargs, device)
+        if found is None:
+            kwargs = {key: value for key, value in kwargs.items() if key not in DESCRIPTION}
         else:
-            plan, kwargs = self._evaluation(kwargs, description, device)
-        if plan is not None:
-            looked_at = not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
-            self._names.use(FIRST if looked_at else NAME)
-            if training:
-                self._names.expect(plan)
-            for key in _KERNEL_ARGUMENTS:
-                kwargs.pop(key, None)
-            kwargs["attention_mask"] = None
-            kwargs["use_cache"] = False
-            kwargs[PLAN] = plan
-            if training and self._keep_attention:
-                kwargs[KEPT] = KeptAttention()
-            if looked_at:
-                witness = FirstForward(model, self._windows, kwargs.get("position_ids"))
-                kwargs[WITNESS] = witness
-                self._first = watched_by(witness)
-                self._first.start()
+            plan, admitted, kwargs = found
+            self._start(model, plan, admitted, kwargs, training)
         kwargs = {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in kwargs.items()}
         return (), kwargs
 
-    def _training(self, kwargs: dict, description: dict, device: torch.device) -> tuple[Plan, dict]:
+    def _start(self, model: nn.Module, plan: Plan, admitted: Admitted, kwargs: dict[str, Any], training: bool) -> None:
+        """Switches the model to its plan; adds to the arguments what travels to its layers."""
+        looked_at = not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
+        self._names.use(FIRST if looked_at else NAME)
+        self._rope.begin(admitted.lengths)
+        if training:
+            self._names.expect(plan)
+        for key in _KERNEL_ARGUMENTS:
+            kwargs.pop(key, None)
+        kwargs["use_cache"] = False
+        kwargs[PLAN] = plan
+        if training and self._keep_attention:
+            kwargs[KEPT] = KeptAttention()
+        if looked_at:
+            witness = FirstForward(model, self._windows, kwargs.get("position_ids"))
+            kwargs[WITNESS] = witness
+            self._running.watched = watched_by(witness)
+            self._running.watched.start()
+
+    def _training(self, kwargs: dict[str, Any], device: torch.device) -> tuple[Plan, Admitted, dict[str, Any]]:
+        admitted = None
         try:
             self._refuse(kwargs)
-            layout = batch_layout(kwargs, description, self._planner.place).filled()
-            kwargs = with_position_ids(_countable(kwargs, filled(kwargs)), description, layout)
-            targets = count_targets(kwargs, description) if self._weight_loss else 0
-            given: Description | Exception = Description(layout, targets, description["step_targets"])
+            admitted = admit(
+                kwargs,
+                self._contract,
+                self._limits,
+                place=self._planner.place,
+                count=self._weight_loss,
+                digest=self._compared < _COMPARED,
+                say=self._say,
+            )
+            given: Description | Exception = Description(
+                admitted.layout, admitted.targets, admitted.step_targets, admitted.tokens_digest
+            )
         except Exception as error:  # whatever it is, all ranks must know
             given = error
+        self._compared += 1
         plan, divisor = self._planner.plan(given, device)
-        if self._weight_loss and kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
-            kwargs = {**kwargs, "num_items_in_batch": divisor}
-        return plan, kwargs
+        arguments = admitted.arguments
+        self._running = _Forward(training=True, nothing=admitted.nothing)
+        weighing = self._weight_loss and arguments.get("labels") is not None
+        if weighing and arguments.get("num_items_in_batch") is None:
+            if self._contract.weighting == "num_items_in_batch":
+                arguments["num_items_in_batch"] = divisor
+            elif self._contract.weighting == "mean":
+                self._running.weight = admitted.targets, divisor
+        return plan, admitted, arguments
 
-    def _evaluation(self, kwargs: dict, description: dict, device: torch.device) -> tuple[Plan | None, dict]:
-        packed = any(description[key] is not None for key in ("layout", "cu_seqlens"))
-        packed = packed or kwargs.get("cu_seq_lens_q") is not None
+    def _evaluation(
+        self, kwargs: dict[str, Any], device: torch.device
+    ) -> tuple[Plan, Admitted, dict[str, Any]] | None:
         cached = kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None
-        if not packed or cached or kwargs.get("output_attentions"):
-            return None, kwargs
-        layout = batch_layout(kwargs, description).filled()
-        kwargs = with_position_ids(_countable(kwargs, filled(kwargs)), description, layout)
-        return self._planner.plan_alone(layout, device), kwargs
+        if cached or kwargs.get("output_attentions") or not names_documents(kwargs):
+            return None
+        admitted = admit(kwargs, self._contract, self._limits, place=self._planner.place, count=False, say=self._say)
+        plan = self._planner.plan_alone(admitted.layout, device)
+        self._running = _Forward(training=False, nothing=admitted.nothing)
+        return plan, admitted, admitted.arguments
 
-    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Called after every forward, with None for an output when it failed."""
         if model is not self._model:
-            return
-        first = self._end()
-        if first is not None and output is not None:
-            first.witness.finish()
+            return None
+        running = self._end()
+        if running is None:
+            return None
+        if output is None:
+            error = sys.exc_info()[1]
+            if running.training:
+                self._planner.failed(error if error is not None else RuntimeError("its forward did not end"))
+            return None
+        if running.watched is not None:
+            running.watched.witness.finish()
             self._checked = True
+        if running.nothing or (running.weight is not None and not running.weight[0]):
+            return _without_losses(output)
+        if running.weight is not None:
+            targets, divisor = running.weight
+            return _with_loss(output, lambda loss: loss * (targets / divisor).to(loss.dtype))
+        return None
 
-    def _end(self) -> watched_by | None:
-        """Ends a forward's switches; gives who watched it."""
+    def _end(self) -> _Forward | None:
+        """Ends a forward's switches; gives the forward."""
         self._names.restore()
-        first, self._first = self._first, None
-        if first is not None:
-            first.stop()
-        return first
+        self._rope.end()
+        running, self._running = self._running, None
+        if running is not None and running.watched is not None:
+            running.watched.stop()
+        return running
+
+    def _say(self, message: str) -> None:
+        """A warning, once for what it says but its numbers."""
+        kind = "".join(c for c in message if not c.isdigit())
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("distca: %s", message)
 
     def _bind(self, args: tuple) -> dict[str, Any]:
         return dict(self._signature.bind_partial(*args).arguments) if args else {}
@@ -232,8 +306,44 @@ class DecoderHooks:
             )
 
 
-def _countable(given: Mapping[str, Any], filled: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch without tokens has one that stands in, without a target: its mean over none would be no number."""
-    if filled is given or filled.get("labels") is None or filled.get("num_items_in_batch") is not None:
-        return filled
-    return {**filled, "num_items_in_batch": torch.ones(())}
+def _limits(model: PreTrainedModel) -> Limits:
+    """What the embeddings of a model have room for, as its configuration says; modules may be sharded."""
+    config = model.config.get_text_config()
+    size = getattr(config, "vocab_size", None)
+    if model.config is not config or size is None:
+        # Models of several parts may put ids of images beyond their vocabulary.
+        return Limits(stand_in=int(getattr(config, "pad_token_id", None) == 0))
+    ordinary = int(getattr(config, "pad_token_id", None) == 0)
+    if model.get_output_embeddings() is None:
+        return Limits(size, getattr(model, "num_labels", None), labels_are_tokens=False, stand_in=ordinary)
+    return Limits(size, size, stand_in=ordinary)
+
+
+def _with_loss(output: Any, change: Any) -> Any:
+    """A model's output with its loss changed."""
+    if isinstance(output, ModelOutput):
+        if torch.is_tensor(output.get("loss")):
+            output["loss"] = change(output["loss"])
+        return output
+    if isinstance(output, tuple) and torch.is_tensor(output[0]) and output[0].ndim == 0:
+        return (change(output[0]), *output[1:])
+    return output
+
+
+def _without_losses(output: Any) -> Any:
+    """A model's output whose losses, whichever they are, are 0 and have gradients of 0 for every parameter: what
+    stands in for tokens has no part in them. A mean over nothing would be no number, which no factor makes one."""
+    items = output.items() if isinstance(output, ModelOutput) else enumerate(output)
+    anchor = next((t for _, t in items if torch.is_tensor(t) and t.ndim > 1 and t.requires_grad), None)
+
+    def zero(loss: torch.Tensor) -> torch.Tensor:
+        if anchor is None:
+            return loss * 0
+        return torch.zeros_like(loss) + (anchor.reshape(-1)[:1] * 0).sum().to(loss.dtype)
+
+    if isinstance(output, ModelOutput):
+        for key, value in list(output.items()):
+            if torch.is_tensor(value) and value.ndim == 0 and value.requires_grad:
+                output[key] = zero(value)
+        return output
+    return tuple(zero(t) if torch.is_tensor(t) and t.ndim == 0 and t.requires_grad else t for t in output)

@@ -149,3 +149,8 @@ def test_what_runs_side_by_side_counts_once_and_hides_waiting(events) -> None:
     with timer.kernel(OnDevice()):
         pass
     assert timer.seconds == (pytest.approx(0.052), pytest.approx(0.015))
+
+
+def test_statistics_print_as_one_line() -> None:
+    step = statistics.StepStatistics(balance_before=1.386, balance_after=1.0041, bytes_sent=3 << 19, planning_ms=0.26)
+    assert str(step) == ("balance 1.39 -> 1.00, 1.5 MiB sent, planned in 0.3 ms, attention 0.0 ms, exposed 0.0 ms")

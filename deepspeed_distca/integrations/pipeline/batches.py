@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_distca.integrations.batch_layout import (
-    DESCRIPTION,
-    batch_layout,
-    count_targets,
-    filled,
-    with_position_ids,
-)
+from deepspeed_distca.integrations.contract import Contract
+from deepspeed_distca.integrations.front_door import admit, stand_in
 from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout, LayoutError
 
 #: ((input_ids, position_ids), labels): what the first and the last stage load.
 PipelineBatch = tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]
+
+#: Pipelines compute their loss from shift_labels and give positions to every stage.
+_CONTRACT = Contract()
 
 
 def pipeline_batch(batch: Mapping[str, Any] | PipelineBatch) -> PipelineBatch:
@@ -43,9 +41,10 @@ def pipeline_batch(batch: Mapping[str, Any] | PipelineBatch) -> PipelineBatch:
             f"{sorted(missing)} missing in a batch with the keys {sorted(map(str, batch))}: use "
             "PackedSequenceCollator as the loader's collate_fn"
         )
-    description = {key: batch.get(key) for key in DESCRIPTION}
-    layout = batch_layout(batch, description).filled()
-    given = with_position_ids(filled(dict(batch)), description, layout)
+    layout = batch.get("layout")
+    shared = isinstance(layout, Layout) and layout.num_ranks > 1
+    # Which part of a layout of several replicas this is, is not known here; `describe` compares it.
+    given = stand_in(batch) if shared else admit(batch, _CONTRACT).arguments
     if given.get("position_ids") is None:
         raise KeyError("neither position_ids nor a layout nor cu_seqlens is in the batch")
     return (given["input_ids"], given["position_ids"]), given["shift_labels"]
@@ -76,11 +75,11 @@ def describe(batch: Any, place: tuple[int, int]) -> Described:
         ValueError, TypeError: a batch that is neither, or whose documents cannot be told apart.
     """
     batch = _as_mapping(batch)
-    description = {key: batch.get(key) for key in DESCRIPTION}
-    layout = batch_layout(batch, description, place).filled()
+    admitted = admit(batch, _CONTRACT, place=place)
+    layout = admitted.layout
     shared = layout.num_ranks > 1
     rows = layout.segments[layout.segments[:, RANK] == (place[0] if shared else 0)]
-    return Described(rows[:, [DOCUMENT, START, LENGTH]], shared, count_targets(batch, description))
+    return Described(rows[:, [DOCUMENT, START, LENGTH]], shared, admitted.targets)
 
 
 def _as_mapping(batch: Any) -> Mapping[str, Any]:

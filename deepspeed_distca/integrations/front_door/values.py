@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single values of a batch: types, shapes and ranges of ids, labels and counts; integers in any form."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_distca.layout import LayoutError
+
+IGNORE_INDEX = -100
+#: Counts travel as int64 and are added up over ranks.
+MAX_TARGETS = 1 << 48
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model's embeddings have room for; None: not known, not checked.
+
+    Attributes:
+        token_ids: ids must be below it.
+        labels: so must labels.
+        labels_are_tokens: whether labels are token ids; otherwise they are classes.
+        stand_in: the id of an ordinary token; the one for padding may be embedded as zeros.
+    """
+
+    token_ids: int | None = None
+    labels: int | None = None
+    labels_are_tokens: bool = True
+    stand_in: int = 0
+
+
+UNLIMITED = Limits()
+
+
+class BatchError(ValueError):
+    """A batch whose tokens, labels or counts cannot be used; the message says what was given and what is allowed."""
+
+
+def shape_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    ids, name = arguments.get("input_ids"), "input_ids"
+    if ids is None:
+        ids, name = arguments.get("inputs_embeds"), "inputs_embeds"
+    if ids is None:
+        raise BatchError("neither input_ids nor inputs_embeds was given")
+    if not torch.is_tensor(ids):
+        raise BatchError(f"{name} must be a tensor, got {type(ids).__name__}")
+    dims = 2 if name == "input_ids" else 3
+    if ids.ndim != dims:
+        raise BatchError(
+            f"{name} has shape {list(ids.shape)}; allowed: [batch, tokens{', hidden' if dims == 3 else ''}]"
+        )
+    return int(ids.shape[0]), int(ids.shape[1])
+
+
+def check_ids(ids: torch.Tensor | None, limit: int | None) -> None:
+    if ids is None:
+        return
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise BatchError(f"input_ids are {ids.dtype}; allowed: torch.int64 or torch.int32")
+    if not on_host(ids) or not ids.numel():
+        return
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if limit is not None and (low < 0 or high >= limit):
+        bad = low if low < 0 else high
+        row, token = (int(v) for v in (ids == bad).nonzero()[0])
+        raise BatchError(
+            f"input_ids holds {bad} at token {token} of row {row}; the model has room for ids 0 to {limit - 1}: does "
+            "the tokenizer belong to it?"
+        )
+
+
+def check_labels(name: str, labels: Any, shape: torch.Size, limit: int | None) -> None:
+    if labels is None:
+        return
+    if not torch.is_tensor(labels) or labels.dtype not in (torch.int64, torch.int32):
+        kind = labels.dtype if torch.is_tensor(labels) else type(labels).__name__
+        raise BatchError(f"{name} are {kind}; allowed: a tensor of torch.int64 or torch.int32")
+    if labels.shape != shape:
+        raise BatchError(f"{name} have shape {list(labels.shape)}, the tokens {list(shape)}; they must agree")
+    if not on_host(labels) or limit is None:
+        return
+    values = labels.numpy()
+    wrong = (values >= limit) | ((values < 0) & (values != IGNORE_INDEX))
+    if wrong.any():
+        row, token = (int(v[0]) for v in wrong.nonzero())
+        raise BatchError(
+            f"{name} hold {int(values[row, token])} at token {token} of row {row}; allowed: 0 to {limit - 1}, and "
+            f"{IGNORE_INDEX} where there is no target"
+        )
+
+
+def whole_number(name: str, value: Any, most: int) -> int:
+    if torch.is_tensor(value) and value.ndim == 0 and not value.dtype.is_floating_point:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise BatchError(f"{name} must be a whole number, got {value!r}")
+    if not 0 <= value <= most:
+        raise BatchError(f"{name} was given {int(value)}; allowed: 0 to {most}")
+    return int(value)
+
+
+def like_tokens(name: str, given: Any, rows: int, tokens: int) -> np.ndarray:
+    values = integers(name, given)
+    if values.shape == (tokens,) and rows == 1:
+        values = values[None]
+    if values.shape != (rows, tokens):
+        raise LayoutError(f"{name} is {list(values.shape)}, but the batch has {rows} x {tokens} tokens")
+    return values.ravel()
+
+
+def integers(name: str, given: Any) -> np.ndarray:
+    """int64 of a list, an array or a tensor; one on a device is waited for."""
+    values = given.detach().cpu().numpy() if torch.is_tensor(given) else given
+    try:
+        values = np.asarray(values)
+    except ValueError:
+        raise LayoutError(f"{name} is a ragged list; allowed: whole numbers") from None
+    if values.dtype == bool and name == "attention_mask":
+        return values.astype(np.int64)
+    if values.size and values.dtype.kind not in "iu":
+        kind = f"{values.dtype}"
+        raise LayoutError(
+            f"{name} holds {kind}; allowed: whole numbers"
+            + (" (1 on tokens, 0 on padding)" if name == "attention_mask" else "")
+        )
+    return values.astype(np.int64)
+
+
+def on_host(value: Any) -> bool:
+    return not torch.is_tensor(value) or value.device.type == "cpu"
+
+
+def digest_of(ids: Any) -> int:
+    """Of token ids on the host; 0 for any others."""
+    if not torch.is_tensor(ids) or not on_host(ids) or ids.numel() < 2:
+        return 0
+    raw = memoryview(ids.contiguous().view(-1).numpy()).cast("B")
+    return (zlib.crc32(raw) << 31 | zlib.adler32(raw) >> 1) + 1

@@ -11,11 +11,15 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+import torch
+
 from deepspeed_distca.data.collator import PackedSequenceCollator
+from deepspeed_distca.data.states import check_keys, check_version, whole_number
 
 logger = logging.getLogger(__name__)
 
 LastWindow = Literal["drop", "pad", "error"]
+_STATE_VERSION = 1
 LAST_WINDOW: tuple[LastWindow, ...] = ("drop", "pad", "error")
 
 
@@ -37,8 +41,10 @@ class AccumulationLoader:
     micro-batches. The plugin sums it over the ranks. Batches are copied shallowly; other keys stay as they are.
 
     ``len()`` counts the micro-batches that are yielded. ``set_epoch`` goes to the loader or its sampler.
-    ``state_dict`` and ``load_state_dict`` exist where the loader has them and account for what was read ahead. All
-    other attributes are the loader's own.
+    ``state_dict`` and ``load_state_dict`` exist where the loader has them and account for what was read ahead. A state
+    is at the beginning of a step: within one, whose gradients no checkpoint has, it is the step's own. (The loader's
+    state must be that of a new loop as soon as that was begun, before its first batch.) All other attributes are the
+    loader's own.
     """
 
     def __init__(
@@ -57,29 +63,28 @@ class AccumulationLoader:
         self.loader = loader
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.last_window = last_window
-        self._window_state: Any = None  # the loader's state before the window that is being handed out
-        self._handed_out = 0  # micro-batches of that window
-        self._skip = 0  # micro-batches of the first window that were handed out before a resume
+        self._begin: Any = None  # the loader's state before the step that is being handed out
+        self._within = False  # whether a step is, or was loaded and no loop has begun
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         iterator = iter(self.loader)
-        skip, self._skip, self._handed_out = self._skip, 0, 0
+        self._within = False
+        return self._loop(iterator)
+
+    def _loop(self, iterator: Iterator[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         while True:
-            self._window_state = self._loader_state()
+            self._begin = self._loader_state()
             window = self._read_window(iterator)
             if not window:
-                self._window_state = None
                 return
             # Accelerate steps as soon as its loader says that it has ended: not before the last micro-batch.
             ended = getattr(self.loader, "end_of_dataloader", False)
             step_targets = sum(_num_targets(batch) for batch in window)
-            for index, batch in enumerate(window):
-                self._handed_out = (index + 1) % len(window)
+            for left, batch in zip(reversed(range(len(window))), window, strict=True):
+                self._within = left > 0
                 if ended:
-                    self.loader.end_of_dataloader = index + 1 == len(window)  # type: ignore[attr-defined]
-                if index >= skip:
-                    yield {**batch, "step_targets": step_targets}
-            skip = 0
+                    self.loader.end_of_dataloader = not left  # type: ignore[attr-defined]
+                yield {**batch, "step_targets": step_targets}
 
     def __len__(self) -> int:
         micro_batches, size = len(self.loader), self.gradient_accumulation_steps  # type: ignore[arg-type]
@@ -130,15 +135,17 @@ class AccumulationLoader:
             return None
 
     def _state_dict(self) -> dict[str, Any]:
-        """The loader's state before the window that is being handed out, and how much of the window was."""
-        if self._handed_out:
-            return {"loader": self._window_state, "handed_out": self._handed_out}
-        return {"loader": self._loader_state(), "handed_out": 0}
+        begun = self._within and self._begin is not None
+        # A loader that has no state in spite of its method says so itself.
+        loader = self._begin if begun else self.loader.state_dict()  # type: ignore[attr-defined]
+        return {"version": _STATE_VERSION, "loader": loader}
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        name = "the accumulation loader's state"
+        check_version(state, _STATE_VERSION, name)
+        check_keys(state, ("version", "loader"), name)
         self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-        self._skip = int(state["handed_out"])
-        self._window_state, self._handed_out = state["loader"], self._skip  # until a loop begins
+        self._begin, self._within = state["loader"], True
 
 
 def _num_targets(batch: Mapping[str, Any]) -> int:
@@ -147,4 +154,7 @@ def _num_targets(batch: Mapping[str, Any]) -> int:
             f"num_targets is missing in a batch with the keys {sorted(map(str, batch))}: use PackedSequenceCollator "
             "as the loader's collate_fn"
         )
-    return int(batch["num_targets"])
+    found, ids = batch["num_targets"], batch.get("input_ids")
+    if torch.is_tensor(found) and found.numel() == 1:
+        found = found.item()
+    return whole_number(found, "num_targets of a batch", high=ids.numel() if torch.is_tensor(ids) else None)

@@ -108,7 +108,7 @@ class PackedSequenceCollator:
 
     def fit(self, features: Features) -> Fit:
         """The documents that a row of these features will hold, and the counts of what was split and dropped."""
-        documents = read_documents(features)
+        documents = read_documents(features, self.ignore_index)
         if self.max_tokens is None:
             return Fit(documents)
         if self.overflow == "split":

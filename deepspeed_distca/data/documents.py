@@ -2,8 +2,8 @@
 """Documents out of whatever a dataset yields: token lists, padded rows, rows that are already flattened.
 
 Everything becomes a list of :class:`Document`; nothing here knows how documents are packed. A document's boundaries
-are read from ``cu_seqlens`` (in transformers ``cu_seq_lens_q`` and ``cu_seq_lens_k``), ``position_ids`` and
-``seq_idx``, which must agree; without any, a row is one document.
+are read from ``layout``, ``cu_seqlens`` (in transformers ``cu_seq_lens_q`` and ``cu_seq_lens_k``), a mask that numbers
+documents, ``seq_idx`` and ``position_ids``, which must agree; without any, a row is one document.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepspeed_distca.layout import LENGTH, Layout, LayoutError
+from deepspeed_distca.layout import LENGTH, START, Layout
 
 _BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+_DESCRIPTIONS = ("layout", *_BOUNDARIES, "attention_mask", "seq_idx", "position_ids")
 
 #: Keys of a feature that are understood, the collator's own output among them; it reports that others are ignored.
 KNOWN_KEYS = frozenset(
@@ -32,16 +33,22 @@ class Document(NamedTuple):
     labels: np.ndarray
 
 
-def read_documents(features: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Document]:
+def read_documents(
+    features: Mapping[str, Any] | Sequence[Mapping[str, Any]], ignore_index: int = -100
+) -> list[Document]:
     """The documents of a list of features (or of one feature), in order; empty ones are left out.
 
-    A feature is a mapping with ``input_ids`` and optionally ``labels``, ``attention_mask`` (1 on tokens, 0 on
-    padding before or behind them; padding is stripped), ``position_ids`` and boundaries. Values are lists, NumPy
-    arrays or torch tensors of integers, [length] or [rows, length].
+    A feature is a mapping with ``input_ids`` and optionally ``labels``, ``attention_mask``, ``position_ids`` and other
+    boundaries. Values are lists, NumPy arrays or torch tensors of integers, [length] or [rows, length].
+
+    A mask is 0 on padding, which is left out, and 1 on tokens, or a number of its own for each document (1, 1, 2, 2,
+    2, 0), as is ``seq_idx``. ``cu_seqlens`` are [documents + 1] or [1, documents + 1] over all rows, or a line for
+    each row; the last value may be repeated, and padding behind it left out. Position ids start at 0 in a document.
 
     Raises:
         TypeError: features that are not mappings, or values that are not integers.
-        ValueError: shapes that do not fit, boundaries that contradict each other, masks with holes.
+        ValueError: shapes that do not fit, boundaries that contradict each other, padding inside documents, negative
+            token ids, labels that are negative and not `ignore_index`, shift_labels that are others than the labels.
     """
     if isinstance(features, Mapping):
         features = [features]
@@ -54,109 +61,188 @@ def read_documents(features: Mapping[str, Any] | Sequence[Mapping[str, Any]]) ->
         if not isinstance(feature, Mapping) or "input_ids" not in feature:
             what = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else repr(feature)[:80]
             raise TypeError(f'feature {index}: expected a mapping with "input_ids", got {what}')
-        documents += _read_feature(feature, f"feature {index}")
+        documents += _read_feature(feature, f"feature {index}", ignore_index)
     return documents
 
 
-def _read_feature(feature: Mapping[str, Any], where: str) -> list[Document]:
+def _read_feature(feature: Mapping[str, Any], where: str, ignore_index: int) -> list[Document]:
     ids = _integers(feature["input_ids"], "input_ids", where)
     if ids.ndim not in (1, 2):
         raise ValueError(f"{where}: input_ids must be [tokens] or [rows, tokens], got shape {list(ids.shape)}")
     labels = _like_input_ids(feature, "labels", ids, where)
-    if labels is None and feature.get("shift_labels") is not None:
+    shifted = _like_input_ids(feature, "shift_labels", ids, where)
+    if labels is None and shifted is not None:
         raise ValueError(
             f"{where}: shift_labels without labels; pass labels, unshifted and as long as input_ids: they are shifted "
             "here, inside each document"
         )
-    mask = _like_input_ids(feature, "attention_mask", ids, where)
-    positions = _like_input_ids(feature, "position_ids", ids, where)
-    sequence = _like_input_ids(feature, "seq_idx", ids, where)
-    boundaries = _read_boundaries(feature, ids, where)
-    documents = []
-    for row in range(len(np.atleast_2d(ids))):
-        columns = [None if a is None else np.atleast_2d(a)[row] for a in (ids, labels, positions, sequence)]
-        if mask is not None:
-            kept = _unpadded(np.atleast_2d(mask)[row], where)
-            if boundaries is not None and kept != slice(0, len(columns[0])):
-                raise ValueError(
-                    f"{where}: attention_mask marks padding in a row whose boundaries are given by cu_seqlens; "
-                    "leave the padding out of the row and of cu_seqlens"
-                )
-            columns = [None if a is None else a[kept] for a in columns]
-        row_ids, row_labels, row_positions, row_sequence = columns
-        row_labels = row_ids if row_labels is None else row_labels
-        start = 0
-        for length in _lengths(len(row_ids), boundaries, row_positions, row_sequence, where):
-            documents.append(Document(row_ids[start : start + length], row_labels[start : start + length]))
-            start += length
-    return documents
+    found = []
+    for start, stop in _find_documents(feature, ids, where):
+        tokens = ids.ravel()[start:stop]
+        document = Document(tokens, tokens if labels is None else labels.ravel()[start:stop])
+        _check_values(document, where, ignore_index)
+        if shifted is not None and not np.array_equal(shifted.ravel()[start : stop - 1], document.labels[1:]):
+            raise ValueError(
+                f"{where}: shift_labels are not the next token's labels in the document at token {start}; the targets "
+                "are made from labels here, so leave shift_labels out, or make them agree"
+            )
+        found.append(document)
+    return found
 
 
-def _lengths(
-    tokens: int, boundaries: np.ndarray | None, positions: np.ndarray | None, sequence: np.ndarray | None, where: str
-) -> list[int]:
-    """Lengths of the documents in one row, from every source there is."""
-    if not tokens:
+def _check_values(document: Document, where: str, ignore_index: int) -> None:
+    if document.input_ids.min() < 0:
+        raise ValueError(f"{where}: input_ids holds {document.input_ids.min()}; token ids are never negative")
+    if document.labels is document.input_ids or document.labels.min() >= 0:
+        return
+    wrong = document.labels[(document.labels < 0) & (document.labels != ignore_index)]
+    if wrong.size:
+        raise ValueError(
+            f"{where}: labels holds {wrong[0]}; a label is a token id, or {ignore_index} where there is no target"
+        )
+
+
+def _find_documents(feature: Mapping[str, Any], ids: np.ndarray, where: str) -> list[tuple[int, int]]:
+    """The first token of each document and the one behind its last, counted through all rows."""
+    tokens = ids.shape[-1]
+    if all(feature.get(key) is None for key in _DESCRIPTIONS):  # as most documents come
+        return [(start, start + tokens) for start in range(0, ids.size, tokens)] if tokens else []
+    mask, sequence, positions = (
+        None if values is None else values.ravel()
+        for values in (
+            _like_input_ids(feature, key, ids, where) for key in ("attention_mask", "seq_idx", "position_ids")
+        )
+    )
+    if mask is not None and mask.min(initial=0) < 0:
+        raise ValueError(
+            f"{where}: attention_mask holds {mask.min()}; allowed are 0 on padding, and 1, or a number for each "
+            "document"
+        )
+    real = np.ones(ids.size, dtype=bool) if mask is None else mask != 0
+    claims = _read_boundaries(feature, ids, real, where)
+    if not ids.size:
         return []
-    found: dict[str, list[int]] = {}
-    try:
-        if boundaries is not None:
-            found["cu_seqlens"] = Layout.from_cu_seqlens(boundaries).segments[:, LENGTH].tolist()
-        if positions is not None:
-            found["position_ids"] = Layout.from_position_ids(positions).segments[:, LENGTH].tolist()
-    except LayoutError as error:
-        raise ValueError(f"{where}: {error}") from None
+    if mask is not None and mask.max() > 1:
+        claims["attention_mask"] = _begins_of_numbers(mask, real, tokens, f"{where}: attention_mask")
     if sequence is not None:
-        starts = np.flatnonzero(np.diff(sequence, prepend=sequence[0] - 1))
-        found["seq_idx"] = np.diff(starts, append=tokens).tolist()
-    (first, lengths), *others = found.items() or [("row", [tokens])]
-    for other, lengths_there in others:
-        if lengths_there != lengths:
+        if sequence[real].min(initial=0) < 0:
             raise ValueError(
-                f"{where}: by {first} the documents have lengths {lengths[:8]}, by {other} {lengths_there[:8]}; they "
-                "must agree, and position ids must start at 0 in every document and rise by one"
+                f"{where}: seq_idx holds {sequence[real].min()} at a token; if that is padding, leave it out or give "
+                "an attention_mask that is 0 there"
             )
-    return lengths
-
-
-def _read_boundaries(feature: Mapping[str, Any], ids: np.ndarray, where: str) -> np.ndarray | None:
-    found = {key: _integers(feature[key], key, where).ravel() for key in _BOUNDARIES if feature.get(key) is not None}
-    if not found:
-        return None
-    first, *others = found
-    for other in others:
-        if not np.array_equal(found[first], found[other]):
+        claims["seq_idx"] = _begins_of_numbers(sequence, real, tokens, f"{where}: seq_idx")
+    if positions is not None:
+        claims["position_ids"] = _changes(positions - np.arange(ids.size), tokens)
+    edges = _changes(real, tokens)
+    _check_padding(claims, edges & real, tokens, where)
+    cuts = {name: begins | edges for name, begins in claims.items()} or {"row": edges}
+    (first, begins), *others = cuts.items()
+    for other, found in others:
+        if not np.array_equal(found & real, begins & real):
             raise ValueError(
-                f"{where}: {first} and {other} differ ({found[first].tolist()[:8]} and {found[other].tolist()[:8]}); "
-                "queries and keys of a training row have the same boundaries"
+                f"{where}: by {first} the documents have lengths {_lengths(begins, real)[:8]}, by {other} "
+                f"{_lengths(found, real)[:8]}; they must agree, and position ids must start at 0 in every document "
+                "and rise by one"
             )
-    if ids.ndim == 2 and len(ids) != 1:
+    starts = np.flatnonzero(begins & real)
+    if positions is not None and positions[starts].any():
+        bad = starts[positions[starts] != 0][0]
         raise ValueError(
-            f"{where}: {first} describes one packed row, but input_ids has shape {list(ids.shape)}; pass one feature "
-            "for each row"
+            f"{where}: position_ids: the document at token {bad} begins at position {positions[bad]}, not 0; a piece "
+            "of a document needs an explicit layout that names its document and start"
         )
-    boundaries = found[first]
-    if boundaries.size == 0 or boundaries[-1] != ids.size:
-        raise ValueError(f"{where}: {first} ends at {boundaries[-1:].tolist()}, but input_ids has {ids.size} tokens")
-    return boundaries
+    return [(start, start + length) for start, length in zip(starts.tolist(), _lengths(begins, real), strict=True)]
 
 
-def _unpadded(mask: np.ndarray, where: str) -> slice:
-    ones = np.flatnonzero(mask)
-    if not ((mask == 0) | (mask == 1)).all():
+def _changes(values: np.ndarray, tokens: int) -> np.ndarray:
+    """Where a value is not its left neighbour's, and where a row of so many tokens begins; bool, like the values."""
+    begins = np.ones(values.size, dtype=bool)
+    begins[1:] = values[1:] != values[:-1]
+    begins[::tokens] = True
+    return begins
+
+
+def _lengths(begins: np.ndarray, real: np.ndarray) -> list[int]:
+    """Lengths of the documents that are no padding; padding has been cut off them."""
+    starts = np.flatnonzero(begins)
+    return np.diff(starts, append=begins.size)[real[starts]].tolist()
+
+
+def _begins_of_numbers(numbers: np.ndarray, real: np.ndarray, tokens: int, name: str) -> np.ndarray:
+    """Where documents begin by numbers that tell them apart. One that comes back in its row is a document with a
+    hole, or a mistake."""
+    begins = _changes(numbers, tokens)
+    starts = np.flatnonzero(begins & real)
+    kinds, times = np.unique(np.stack([starts // tokens, numbers[starts]]), axis=1, return_counts=True)
+    if (times > 1).any():
         raise ValueError(
-            f"{where}: attention_mask must be 1 on tokens and 0 on padding, got {np.unique(mask).tolist()[:8]}; "
-            "documents of one row are told apart by position_ids or cu_seqlens"
+            f"{name}: {kinds[1, times > 1][0]} comes back after another number; a document's tokens stand one after "
+            "another, and every document of a row has a number of its own"
         )
-    if ones.size == 0:
-        return slice(0, 0)
-    kept = slice(int(ones[0]), int(ones[-1]) + 1)
-    if kept.stop - kept.start != ones.size:
-        raise ValueError(
-            f"{where}: attention_mask has a hole: padding may stand before or behind a document's tokens, not among "
-            "them; pass one feature for each document"
-        )
-    return kept
+    return begins
+
+
+def _check_padding(claims: Mapping[str, np.ndarray], runs: np.ndarray, tokens: int, where: str) -> None:
+    """Raises ValueError where padding stands inside a document: `runs` are the first tokens of all runs of others."""
+    starts = np.flatnonzero(runs)
+    later = starts[1:][np.diff(starts // tokens) == 0]
+    for start in later.tolist():
+        if not claims:
+            raise ValueError(
+                f"{where}: attention_mask has a hole before token {start}: padding may stand before or behind a "
+                "document's tokens, not among them; pass one feature for each document, or tell them apart by "
+                "position_ids or cu_seqlens"
+            )
+        for name, begins in claims.items():
+            if not begins[start]:
+                raise ValueError(
+                    f"{where}: attention_mask has padding before token {start}, where by {name} a document goes on; "
+                    "padding may stand before or behind a document's tokens, not among them"
+                )
+
+
+def _read_boundaries(
+    feature: Mapping[str, Any], ids: np.ndarray, real: np.ndarray, where: str
+) -> dict[str, np.ndarray]:
+    """Where documents begin, bool [tokens of all rows], by the layout and each kind of cu_seqlens."""
+    rows, tokens = np.atleast_2d(ids).shape
+    found = {}
+    layout = feature.get("layout")
+    if layout is not None:
+        if not isinstance(layout, Layout) or layout.num_ranks != 1 or layout.segments[:, START].any():
+            raise ValueError(
+                f"{where}: layout must be a Layout of one rank, whose documents are whole, got {layout!r:.80}"
+            )
+        found["layout"] = np.append(0, np.cumsum(layout.segments[:, LENGTH]))
+    for key in _BOUNDARIES:
+        if feature.get(key) is not None:
+            values = _integers(feature[key], key, where)
+            if values.ndim > 2 or (values.ndim == 2 and len(values) not in (1, rows)):
+                raise ValueError(
+                    f"{where}: {key} must be [documents + 1], or a line of it for each row, got shape "
+                    f"{list(values.shape)} beside input_ids of {list(ids.shape)}"
+                )
+            if values.ndim == 2 and len(values) > 1:
+                if not values.size or values[:, 0].any() or (values[:, -1] != tokens).any():
+                    raise ValueError(f"{where}: each line of {key} must go from 0 to the row's {tokens} tokens")
+                values = np.append(0, (values + tokens * np.arange(rows)[:, None])[:, 1:])
+            found[key] = values.ravel()
+    begins = {}
+    for key, values in found.items():
+        if values.size == 0 or values[0] != 0 or (np.diff(values) < 0).any():
+            raise ValueError(f"{where}: {key} must start at 0 and never decrease, got {values.tolist()[:16]}")
+        end = int(values[-1])
+        if end > ids.size or real[end:].any():
+            raise ValueError(
+                f"{where}: {key} ends at [{end}], but input_ids has {ids.size} tokens; only padding, by an "
+                "attention_mask, may stand behind the end"
+            )
+        begins[key] = np.bincount(values, minlength=ids.size + 1)[: ids.size] > 0
+        firsts = slice(None, None, max(1, tokens))
+        crossed = np.flatnonzero(~begins[key][firsts] & real[firsts])
+        if len(crossed):
+            raise ValueError(f"{where}: by {key} a document crosses the beginning of row {crossed[0]}; rows are apart")
+    return begins
 
 
 def _like_input_ids(feature: Mapping[str, Any], key: str, ids: np.ndarray, where: str) -> np.ndarray | None:

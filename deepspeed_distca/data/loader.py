@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,15 @@ from deepspeed_distca.data.documents import Document
 from deepspeed_distca.data.global_packing import Fill, GlobalPacker, PackingCounts, Step
 from deepspeed_distca.data.packing import Overflow
 from deepspeed_distca.data.placement import PLACEMENTS, Placement
-from deepspeed_distca.data.regrouping import REGROUPING_VERSION
 from deepspeed_distca.data.sources import IndexedDocuments, StreamedDocuments, read_source
+from deepspeed_distca.data.states import check_keys, check_version, plain, whole_number
 from deepspeed_distca.data.step_batches import Batch, Packs, StepBatches, divide_again, join
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.shares import Shares
 
 logger = logging.getLogger(__name__)
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 #: Documents whose lengths are turned into Python integers at once.
 _BLOCK = 8192
 
@@ -76,10 +77,10 @@ class GlobalPackedLoader:
     A batch has ``input_ids``, ``labels``, ``shift_labels`` and ``position_ids`` (int64 [1, tokens]), ``layout`` of all
     servers of the group, ``num_targets`` of this rank, and ``step_targets``: the same over the accumulation step.
 
-    ``state_dict`` counts the micro-batches that were handed out, not those made ahead; it is the same on every rank.
-    A resumed run yields the very batches that the interrupted one would have yielded; it may have another number of
-    ranks or other budgets, if their sums are the same (within a step only without `regroup`). Global random states are
-    not touched.
+    ``state_dict`` counts the steps that were handed out whole, not what was made ahead; it is the same on every rank.
+    A resumed run yields the very batches that the interrupted one would have yielded, from the beginning of the step
+    that was interrupted: a checkpoint has no gradients of its first micro-batches, so they are computed again. It may
+    have another number of ranks or other budgets, if their sums are the same. Global random states are not touched.
 
     Raises:
         TypeError, ValueError: arguments that cannot be used.
@@ -114,7 +115,7 @@ class GlobalPackedLoader:
         multiprocessing_context: Any = None,
     ) -> None:
         self.rank, self.num_ranks = _ranks(rank, num_ranks)
-        servers = self.num_ranks if servers is None else servers
+        servers = self.num_ranks if servers is None else whole_number(servers, "servers")
         if not 1 <= servers <= self.num_ranks or self.num_ranks % servers:
             raise ValueError(f"servers must be a divisor of the {self.num_ranks} ranks, got {servers}")
         for name, value, low in (
@@ -131,6 +132,9 @@ class GlobalPackedLoader:
             regroup = placement in ("free", "whole")
         elif not isinstance(regroup, bool):
             raise ValueError(f"regroup must be True, False or None, got {regroup!r}")
+        for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         budgets = _per_rank(tokens_per_rank, self.num_ranks, "tokens_per_rank")
         groups = [budgets[i : i + servers] for i in range(0, self.num_ranks, servers)]
         self._packer_options = {
@@ -186,21 +190,11 @@ class GlobalPackedLoader:
             "drop_last": drop_last,
             **self._describe_source(),
         }
-        # What else decides that within a step.
-        self._regrouped = None
-        if regroup and gradient_accumulation_steps > 1:
-            terms = list((cost or CostModel.fitted()).terms)
-            self._regrouped = {
-                "version": REGROUPING_VERSION,
-                "budgets": budgets,
-                "servers": servers,
-                "window": window,
-                "cost": terms,
-            }
         self._epoch = 0
         self._start = 0  # micro-batches of the epoch that the next loop leaves out
         self._handed_out = 0  # micro-batches of the epoch, those left out included
         self._resumed = False  # whether a place was loaded that no loop has begun at
+        self._loaded = 0  # how many states were loaded, which ends the loops before
         self._length: tuple[int, int] | None = None  # epoch, micro-batches
 
     @property
@@ -227,37 +221,45 @@ class GlobalPackedLoader:
         self._epoch, self._start, self._handed_out, self._resumed = epoch, 0, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is; plain values, the same on every rank."""
+        """Where the loader is: at the beginning of a step, the one that is being handed out if there is one; plain
+        values, the same on every rank."""
         return {
             "version": _STATE_VERSION,
             "epoch": self._epoch,
-            "micro_batches": self._handed_out,
-            "regrouped": self._regrouped,
-            "identity": self._identity,
+            "micro_batches": self._handed_out - self._handed_out % self.gradient_accumulation_steps,
+            "identity": deepcopy(self._identity),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state_dict`` was called.
+        """Continues where ``state_dict`` was called. Packs the epoch once, from lengths, to know that it goes that
+        far; a stream tells only when it is read.
 
         Raises:
-            ValueError: a state of other documents or options, under which the batches would be other ones.
+            TypeError: something that is no state, or a value of another type.
+            ValueError: keys that are missing or unknown, a place that does not exist, or a state of other documents
+                or options, under which the batches would be other ones. Nothing has changed then.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(f"expected a state of version {_STATE_VERSION}, got {state.get('version')!r}")
-        given = state["identity"]
-        differing = [key for key in self._identity if given.get(key) != self._identity[key]]
+        name = "the loader's state"
+        check_version(state, _STATE_VERSION, name)
+        check_keys(state, self.state_dict(), name)
+        given, own = state["identity"], self._identity
+        check_keys(given, own, f"{name}, identity")
+        differing = [key for key in own if repr(plain(given[key])) != repr(own[key])]
         if differing:
-            words = [f"{key} was {given.get(key)!r}, is {self._identity[key]!r}" for key in differing]
+            words = [f"{key} was {given[key]!r}, is {own[key]!r}" for key in differing]
             raise ValueError(f"the state belongs to other batches: {'; '.join(words)}")
-        within = int(state["micro_batches"]) % self.gradient_accumulation_steps
-        if within and state.get("regrouped") != self._regrouped:
+        epoch = whole_number(state["epoch"], f"{name}: epoch")
+        start = whole_number(state["micro_batches"], f"{name}: micro_batches")
+        if start % self.gradient_accumulation_steps:
             raise ValueError(
-                f"the state was saved after {within} of a step's {self.gradient_accumulation_steps} micro-batches, "
-                f"and its documents were regrouped by {state.get('regrouped')}, now by {self._regrouped}: resume with "
-                "the same ranks and options, or from a state that was saved after a whole step"
+                f"{name}: micro_batches must be a multiple of the {self.gradient_accumulation_steps} of a step, got "
+                f"{start}; a run goes on at the beginning of a step, since gradients within it are not saved"
             )
-        self._epoch, self._start = int(state["epoch"]), int(state["micro_batches"])
-        self._handed_out, self._resumed = self._start, True
+        if start and isinstance(self._source, IndexedDocuments):
+            whole_number(start, f"{name}: micro_batches of epoch {epoch}", high=self._count(epoch))
+        self._epoch, self._start = epoch, start
+        self._handed_out, self._resumed = start, True
+        self._loaded += 1
 
     def __len__(self) -> int:
         """Micro-batches of the epoch, those before a resume included.
@@ -268,8 +270,7 @@ class GlobalPackedLoader:
         if isinstance(self._source, StreamedDocuments):
             raise TypeError("the number of micro-batches of a stream is not known beforehand")
         if self._length is None or self._length[0] != self._epoch:
-            steps = sum(1 for _ in self._steps(self._source, self._epoch, GlobalPacker(**self._packer_options)))
-            self._length = self._epoch, steps * self.gradient_accumulation_steps
+            self._length = self._epoch, self._count(self._epoch)
         return self._length[1]
 
     def __iter__(self) -> Iterator[Batch]:
@@ -277,9 +278,9 @@ class GlobalPackedLoader:
         return self._loop()
 
     def _loop(self) -> Iterator[Batch]:
-        epoch, accumulation = self._epoch, self.gradient_accumulation_steps
+        epoch, loaded = self._epoch, self._loaded
         self._handed_out, self._start, self._resumed = self._start, 0, False
-        steps, skip = divmod(self._handed_out, accumulation)
+        steps = self._handed_out // self.gradient_accumulation_steps
         self._packer = GlobalPacker(**self._packer_options)
         if isinstance(self._source, StreamedDocuments):
             dataset: Dataset = _StreamedSteps(self, epoch, steps)
@@ -296,13 +297,15 @@ class GlobalPackedLoader:
             **self._workers,
         )
         for joined, step in loader:
-            for batch in divide_again(joined, step)[skip:]:
+            for batch in divide_again(joined, step):
+                if self._loaded != loaded:
+                    raise RuntimeError("a state was loaded while this loop ran; begin a new loop, which goes on there")
                 self._handed_out += 1
                 if self._length == (epoch, self._handed_out):
                     self._end(epoch)  # a loop of so many batches never asks for one more
                 yield batch
-            skip = 0
-        self._end(epoch)
+        if self._loaded == loaded:
+            self._end(epoch)
         counts = self._packer.counts
         if counts.dropped_documents:
             logger.warning("epoch %d: %s", epoch, counts)
@@ -311,6 +314,11 @@ class GlobalPackedLoader:
         """The epoch is over, unless another one was chosen meanwhile."""
         if self._epoch == epoch:
             self._epoch, self._handed_out = epoch + 1, 0
+
+    def _count(self, epoch: int) -> int:
+        """Micro-batches of an epoch of indexed documents."""
+        steps = sum(1 for _ in self._steps(self._source, epoch, GlobalPacker(**self._packer_options)))
+        return steps * self.gradient_accumulation_steps
 
     def _steps(self, source: IndexedDocuments, epoch: int, packer: GlobalPacker) -> Iterator[Step]:
         lengths = source.lengths
@@ -336,13 +344,20 @@ class GlobalPackedLoader:
                 yield index, length
 
         steps = self._packer.steps(documents(), self.gradient_accumulation_steps, drop_last=self.drop_last)
+        found = 0
         for number, step in enumerate(steps):
+            found = number + 1
             if number >= first:
                 yield self._batches([packs[self._batches.group] for packs in step], held)
             for piece in (piece for packs in step for pack in packs for piece in pack):
                 left[piece.document] -= piece.length
                 if not left[piece.document]:
                     del left[piece.document], held[piece.document]
+        if found < first:
+            raise ValueError(
+                f"the stream ended after {found} steps of epoch {epoch}, but the state that was loaded is at step "
+                f"{first}: it has other documents than the run that saved the state"
+            )
 
     def _describe_source(self) -> dict[str, Any]:
         if isinstance(self._source, StreamedDocuments):
@@ -407,9 +422,8 @@ def _ranks(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
     if rank is None:
         together = dist.is_available() and dist.is_initialized()
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-    if not 0 <= rank < num_ranks:
-        raise ValueError(f"rank must be in 0..{num_ranks - 1}, got {rank}")
-    return rank, num_ranks
+    num_ranks = whole_number(num_ranks, "num_ranks", low=1)
+    return whole_number(rank, "rank", high=num_ranks - 1), num_ranks
 
 
 def _per_rank(values: int | Sequence[int], num_ranks: int, name: str) -> list[int]:

@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from deepspeed_distca.data.states import whole_numbers
+
 Overflow = Literal["error", "split", "drop"]
 OVERFLOW: tuple[Overflow, ...] = ("error", "split", "drop")
 
@@ -78,18 +80,19 @@ def pack_documents(
     cut into pieces ("split"), left out and counted ("drop"), or refused ("error").
 
     Raises:
+        TypeError: lengths that are no integers.
         ValueError: a budget below 1, negative lengths, an unknown policy, or a document that is too long ("error").
     """
     check_overflow(max_tokens, overflow)
-    lengths = np.asarray(lengths, dtype=np.int64).ravel()
-    if (lengths < 0).any():
-        raise ValueError(f"lengths must not be negative, got {int(lengths.min())}")
+    lengths = whole_numbers(lengths, "lengths")
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"lengths must not be negative, got {min(lengths)}")
     order = np.arange(len(lengths)) if seed is None else np.random.default_rng(seed).permutation(len(lengths))
     rows: list[list[Piece]] = []
     room = _Room()
     split = dropped = dropped_tokens = 0
     for document in order.tolist():
-        length = int(lengths[document])
+        length = lengths[document]
         if length > max_tokens:
             if overflow == "error":
                 raise ValueError(

@@ -29,6 +29,7 @@ from typing import Literal
 
 import numpy as np
 
+from deepspeed_distca.data.states import whole_numbers
 from deepspeed_distca.data.whole_documents import divide
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
@@ -87,6 +88,7 @@ def place(
             measured steps on H200s, where moving rows costs 1 to 2.5 %. 0: bytes alone decide.
 
     Raises:
+        TypeError: lengths or budgets that are no integers.
         ValueError: lengths, budgets or weights out of range, more tokens than budgets hold, or an unknown placement.
     """
     lengths, budgets = _checked(lengths, budgets, placement)
@@ -150,7 +152,7 @@ def _checked(
 ) -> tuple[list[int], list[int]]:
     if placement not in PLACEMENTS:
         raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
-    lengths, budgets = ([int(n) for n in values] for values in (lengths, budgets))
+    lengths, budgets = whole_numbers(lengths, "lengths"), whole_numbers(budgets, "budgets")
     if min(lengths, default=1) < 1:
         raise ValueError(f"documents need at least 1 token, got one of {min(lengths)}")
     if not budgets or min(budgets) < 0 or sum(budgets) < 1:

@@ -13,9 +13,6 @@ from collections.abc import Callable, Sequence
 
 from deepspeed_distca.data.whole_documents import divide
 
-#: Says that the same documents are regrouped alike: a state in the middle of a step is good for one version only.
-REGROUPING_VERSION = 2
-
 #: How many sets of micro-batches of long documents are tried. Where short documents are missing each try takes a tenth
 #: of a second and more.
 _TRIES = 3

@@ -15,6 +15,7 @@ import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from deepspeed_distca.data.packing import Packing
+from deepspeed_distca.data.states import whole_number
 
 
 class PackedRows(Dataset):
@@ -53,23 +54,24 @@ class RowSampler(Sampler[int]):
         rank, num_ranks: which of how many readers this is.
         micro_batches: how many rows to read; may exceed an epoch.
         seed: of the shuffles.
-        start: rows that all ranks together have read before: 0, or where a run resumes.
+        start: rows that all ranks together have read before: 0, or where a run resumes: as many as the steps took that
+            were taken whole.
 
     Raises:
-        ValueError: no rows, or a rank that does not exist.
+        TypeError: numbers that are no integers.
+        ValueError: no rows, a rank that does not exist, or other numbers below 0.
     """
 
     def __init__(
         self, num_rows: int, *, rank: int, num_ranks: int, micro_batches: int, seed: int = 0, start: int = 0
     ) -> None:
+        self.num_rows = whole_number(num_rows, "num_rows")
         if num_rows < 1:
             raise ValueError("there are no rows to read: the dataset is empty")
-        if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank must be in 0..{num_ranks - 1}, got {rank}")
-        if micro_batches < 0 or start < 0:
-            raise ValueError(f"micro_batches and start must not be negative, got {micro_batches} and {start}")
-        self.num_rows, self.rank, self.num_ranks = num_rows, rank, num_ranks
-        self.micro_batches, self.seed, self.start = micro_batches, seed, start
+        self.num_ranks = whole_number(num_ranks, "num_ranks", low=1)
+        self.rank = whole_number(rank, "rank", high=self.num_ranks - 1)
+        self.micro_batches, self.start = whole_number(micro_batches, "micro_batches"), whole_number(start, "start")
+        self.seed = whole_number(seed, "seed")
 
     def __len__(self) -> int:
         return self.micro_batches

@@ -7,36 +7,16 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from deepspeed_distca.data import AccumulationLoader, PackedSequenceCollator
+from tests.data.stateful import StatefulLoader
 
 
 def make_batches(lengths, seed=0):
     rng = np.random.default_rng(seed)
     return [PackedSequenceCollator()([{"input_ids": rng.integers(0, 99, n).tolist()}]) for n in lengths]
-
-
-class StatefulLoader:
-    """A loader that can be stopped and resumed, like torchdata's; it counts what was read from it."""
-
-    def __init__(self, batches):
-        self.batches, self.position, self.start, self.epoch = batches, 0, 0, 0
-
-    def __iter__(self):
-        self.position, self.start = self.start, 0
-        while self.position < len(self.batches):
-            self.position += 1
-            yield self.batches[self.position - 1]
-
-    def __len__(self):
-        return len(self.batches)
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.start = state["position"]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 6])
@@ -90,7 +70,8 @@ def test_short_last_window(caplog):
 
 
 @pytest.mark.parametrize("stop", range(8))
-def test_resume_from_any_micro_batch(stop):
+def test_a_resume_begins_with_a_step(stop):
+    """A checkpoint has no gradients of an unfinished step's first micro-batches: they are handed out again."""
     batches = make_batches([4, 9, 2, 7, 5, 6, 8, 3])
     whole = list(AccumulationLoader(batches, 3, last_window="pad"))
     first = AccumulationLoader(StatefulLoader(batches), 3, last_window="pad")
@@ -99,12 +80,56 @@ def test_resume_from_any_micro_batch(stop):
     state = pickle.loads(pickle.dumps(first.state_dict()))
     second = AccumulationLoader(StatefulLoader(batches), 3, last_window="pad")
     second.load_state_dict(state)
-    if state["handed_out"]:
-        assert second.state_dict() == state  # as long as no loop has begun
-    resumed = before + list(second)
+    assert second.state_dict() == state  # as long as no loop has begun
+    resumed = before[: stop // 3 * 3] + list(second)
     assert [b["num_targets"] for b in resumed] == [b["num_targets"] for b in whole]
     assert [b["step_targets"] for b in resumed] == [b["step_targets"] for b in whole]
     assert len(list(second)) == len(whole)  # the epoch after that is a whole one
+
+
+def test_the_state_of_a_loop_that_has_begun_is_not_that_of_the_one_before():
+    loader = AccumulationLoader(StatefulLoader(make_batches([3] * 8)), 2)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    assert loader.state_dict()["loader"] == {"position": 4}
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.state_dict()["loader"] == {"position": 0}
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        (None, TypeError, r"must be what state_dict\(\) returned, got None"),
+        ({"loader": {"position": 2}, "handed_out": 1}, ValueError, "'version' is missing, 'handed_out' is unknown"),
+        ({"version": 1}, ValueError, "'loader' is missing"),
+        ({"version": True, "loader": {"position": 2}}, ValueError, "expected version 1, got True"),
+        ({"version": 2, "loader": {"position": 2}}, ValueError, "expected version 1, got 2"),
+        ({"version": 1, "loader": {}}, KeyError, "position"),
+    ],
+)
+def test_wrong_states_change_nothing(state, error, words):
+    loader = AccumulationLoader(StatefulLoader(make_batches([3] * 6)), 3)
+    iterator = iter(loader)
+    next(iterator)
+    before = loader.state_dict()
+    with pytest.raises(error, match=words):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before and len(list(iterator)) == 5
+
+
+def test_a_loader_without_a_state_inside_says_so():
+    """Accelerate's loaders have the method even where it cannot work."""
+
+    class Shard(StatefulLoader):
+        def state_dict(self):
+            raise AttributeError("no stateful loader inside")
+
+    loader = AccumulationLoader(Shard(make_batches([3] * 4)), 2)
+    for _ in loader:
+        with pytest.raises(AttributeError, match="no stateful loader inside"):
+            loader.state_dict()
 
 
 def test_state_only_where_the_loader_has_one():
@@ -147,3 +172,30 @@ def test_refusals():
         AccumulationLoader([], 2.0)
     with pytest.raises(ValueError, match="drop, pad, error, got 'keep'"):
         AccumulationLoader([], 2, last_window="keep")
+
+
+@pytest.mark.parametrize(
+    ("targets", "error", "words"),
+    [
+        (True, TypeError, "num_targets of a batch must be a whole number, got True"),
+        (2.0, TypeError, r"got 2\.0 \(float\)"),
+        (float("nan"), TypeError, "got nan"),
+        ("2", TypeError, "got '2'"),
+        (None, TypeError, "got None"),
+        (torch.tensor(2.0), TypeError, r"got 2\.0"),
+        (torch.tensor([1, 2]), TypeError, r"got tensor\(\[1, 2\]\)"),
+        (-1, ValueError, r"must be in 0\.\.3, got -1"),
+        (4, ValueError, r"must be in 0\.\.3, got 4"),
+        (2**70, ValueError, r"must be in 0\.\.3"),
+    ],
+)
+def test_numbers_of_targets_that_are_none(targets, error, words):
+    (batch,) = make_batches([3])
+    with pytest.raises(error, match=words):
+        list(AccumulationLoader([{**batch, "num_targets": targets}], 1))
+
+
+@pytest.mark.parametrize("kind", [int, np.int32, torch.tensor, lambda n: torch.tensor([n])])
+def test_numbers_of_targets_of_any_integer_type(kind):
+    batches = [{**batch, "num_targets": kind(batch["num_targets"])} for batch in make_batches([3, 5])]
+    assert [batch["step_targets"] for batch in AccumulationLoader(batches, 2)] == [6, 6]

@@ -129,7 +129,8 @@ def test_resume_in_the_middle_of_an_epoch(workers: int, streamed: bool) -> None:
         resumed = GlobalPackedLoader(data, **options)
         resumed.load_state_dict(state)
         resumed.set_epoch(0)  # as loops over epochs do
-        assert same(before + list(resumed), expected[0])
+        whole = micro_batches // 3 * 3  # a step that was not finished is trained again from its beginning
+        assert same(before[:whole] + list(resumed), expected[0])
         if micro_batches == 5:
             assert same(list(resumed), expected[1])
     later = GlobalPackedLoader(data, **options)
@@ -141,7 +142,7 @@ def test_resume_in_the_middle_of_an_epoch(workers: int, streamed: bool) -> None:
             break
     resumed = GlobalPackedLoader(data, **options)
     resumed.load_state_dict(state)
-    assert resumed.epoch == 1 and same(list(resumed), expected[1][4:])
+    assert resumed.epoch == 1 and same(list(resumed), expected[1][3:])
 
 
 def test_workers_and_streams_make_the_same_batches() -> None:
@@ -206,22 +207,25 @@ def test_regrouping_changes_micro_batches_but_no_step() -> None:
         assert all(map(same, given, without))
 
 
-def test_a_regrouped_step_resumes_on_the_same_ranks_only() -> None:
+def test_a_step_that_was_interrupted_resumes_on_other_ranks_and_regrouped_otherwise() -> None:
     documents = spread(150)
-    options = dict(seed=1, gradient_accumulation_steps=2)
+    options = dict(seed=1, gradient_accumulation_steps=2, fill="whole", cost=CostModel.area())
 
-    def loader(budgets, **more) -> GlobalPackedLoader:
-        return GlobalPackedLoader(documents, budgets, rank=0, num_ranks=len(budgets), **options, **more)
+    def loaders(budgets, **more) -> list[GlobalPackedLoader]:
+        options.update(more)
+        ranks = range(len(budgets))
+        return [GlobalPackedLoader(documents, budgets, rank=r, num_ranks=len(ranks), **options) for r in ranks]
 
-    before = loader([60] * 4)
-    iterator = iter(before)
-    states = [before.state_dict() for _ in islice(iterator, 5)]
-    whole, within = states[3:]
-    loader([100, 140]).load_state_dict(whole)
-    loader([60] * 4).load_state_dict(within)
-    for other in (loader([100, 140]), loader([60] * 4, window=8), loader([60] * 4, regroup=False)):
-        with pytest.raises(ValueError, match="saved after 1 of a step's 2 micro-batches"):
-            other.load_state_dict(within)
+    before = loaders([60] * 4)
+    first = [list(islice(loader, 5)) for loader in before]
+    states = [loader.state_dict() for loader in before]
+    assert states == states[:1] * 4 and states[0]["micro_batches"] == 4
+    for budgets, more in (([100, 140], {}), ([60] * 4, {"window": 8}), ([240], {"regroup": False})):
+        after = loaders(budgets, **more)
+        for loader in after:
+            loader.load_state_dict(states[0])
+        found = documents_of([part[:4] for part in first]) + documents_of([list(loader) for loader in after])
+        assert Counter(tuple(ids) for ids, _ in found) == Counter(tuple(map(int, d)) for d in documents)
 
 
 def test_groups_of_servers() -> None:
@@ -284,7 +288,7 @@ def test_a_loop_of_as_many_batches_as_the_length_ends_the_epoch(workers: int) ->
         count = len(loader)
         iterator = iter(loader)
         found = [next(iterator) for _ in range(count - 1)]
-        assert loader.epoch == epoch and loader.state_dict()["micro_batches"] == count - 1
+        assert loader.epoch == epoch and loader.state_dict()["micro_batches"] == count - 2
         found.append(next(iterator))
         assert same(found, expected[epoch]) and loader.epoch == epoch + 1
         assert loader.state_dict()["micro_batches"] == 0 and next(iterator, None) is None
@@ -323,11 +327,11 @@ def test_an_accumulation_loader_around_it_changes_nothing() -> None:
     before = list(islice(wrapped, 5))
     resumed = AccumulationLoader(GlobalPackedLoader(spread(50), **options), 2)
     resumed.load_state_dict(wrapped.state_dict())
-    assert same(before + list(resumed), expected)
-    again = list(islice(wrapped, 1))  # a second loop: the state within its first step is not that of the one before
+    assert same(before[:4] + list(resumed), expected)
+    list(islice(wrapped, 1))  # a second loop: the state within its first step is not that of the one before
     resumed.set_epoch(0)
     resumed.load_state_dict(wrapped.state_dict())
-    assert same(again + list(resumed), expected)
+    assert same(list(resumed), expected)
 
 
 def test_states_of_other_runs_are_refused() -> None:
@@ -342,8 +346,92 @@ def test_states_of_other_runs_are_refused() -> None:
         options = {"documents": documents, "tokens_per_rank": 50, "rank": 0, "num_ranks": 2, **change}
         with pytest.raises(ValueError, match=word):
             GlobalPackedLoader(**options).load_state_dict(state)
-    with pytest.raises(ValueError, match="version 1, got 0"):
-        GlobalPackedLoader(documents, 50, rank=0, num_ranks=2).load_state_dict({**state, "version": 0})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"version": 1}, ValueError, "expected version 2, got 1; it was saved by another version"),
+        ({"version": "2"}, ValueError, "expected version 2, got '2'"),
+        ({"version": None}, ValueError, "'version' is missing"),
+        ({"epoch": None}, ValueError, "'epoch' is missing; the keys are"),
+        ({"micro_batches": None}, ValueError, "'micro_batches' is missing"),
+        ({"identity": None, "more": 1}, ValueError, "'identity' is missing, 'more' is unknown"),
+        ({"epoch": 1.0}, TypeError, r"epoch must be a whole number, got 1\.0 \(float\)"),
+        ({"epoch": True}, TypeError, r"epoch must be .* got True \(bool\)"),
+        ({"epoch": -1}, ValueError, "epoch must be at least 0, got -1"),
+        ({"micro_batches": "4"}, TypeError, r"micro_batches must be .* got '4' \(str\)"),
+        ({"micro_batches": float("nan")}, TypeError, "micro_batches must be .* got nan"),
+        ({"micro_batches": -2}, ValueError, "micro_batches must be at least 0, got -2"),
+        ({"micro_batches": 3}, ValueError, "multiple of the 2 of a step, got 3; .* beginning of a step"),
+        ({"micro_batches": 10**6}, ValueError, r"micro_batches of epoch 0 must be in 0\.\.\d+, got 1000000"),
+        ({"identity": [1]}, TypeError, r"identity must be what state_dict\(\) returned, got \[1\]"),
+        ({"identity": {"seed": 0}}, ValueError, "identity: 'capacities' is missing"),
+        ({"identity.seed": None}, ValueError, "identity: 'seed' is missing"),
+        ({"identity.more": 1}, ValueError, "identity: 'more' is unknown"),
+        ({"identity.seed": False}, ValueError, "seed was False, is 0"),
+        ({"identity.capacities": np.array([1, 2])}, ValueError, "capacities was array"),
+    ],
+)
+def test_every_key_of_a_state_is_checked_and_nothing_changes_where_it_is_wrong(change, error, words) -> None:
+    loader = GlobalPackedLoader(spread(40), 50, rank=0, num_ranks=2, gradient_accumulation_steps=2)
+    list(islice(loader, 2))
+    state = loader.state_dict()
+    wrong = {**state, "identity": dict(state["identity"])}
+    for key, value in change.items():
+        *inner, key = key.split(".")
+        values = wrong["identity"] if inner else wrong
+        values.update({key: value})
+        if value is None:
+            del values[key]
+    loader.set_epoch(5)
+    before = dict(vars(loader))
+    with pytest.raises(error, match=words):
+        loader.load_state_dict(wrong)
+    assert vars(loader) == before
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+
+
+def test_a_state_that_came_back_from_a_file_in_other_types() -> None:
+    options = dict(rank=0, num_ranks=2, gradient_accumulation_steps=2)
+    first = GlobalPackedLoader(spread(40), 50, **options)
+    expected = list(first)
+    state = GlobalPackedLoader(spread(40), 50, **options).state_dict()
+    state.update(version=np.int64(2), epoch=np.int32(0), micro_batches=np.uint8(len(expected) - 2))
+    state["identity"]["capacities"] = tuple(np.int64(n) for n in state["identity"]["capacities"])
+    resumed = GlobalPackedLoader(spread(40), 50, **options)
+    resumed.load_state_dict(state)
+    assert same(list(resumed), expected[-2:]) and type(resumed.state_dict()["micro_batches"]) is int
+    # Behind the last batch of an epoch nothing is left of it.
+    resumed.load_state_dict({**state, "micro_batches": len(expected)})
+    assert list(resumed) == [] and resumed.epoch == 1
+    for nothing in (None, [], "state", 3):
+        with pytest.raises(TypeError, match="must be what state_dict"):
+            resumed.load_state_dict(nothing)
+
+
+def test_a_loop_ends_with_an_error_where_a_state_is_loaded_into_it() -> None:
+    loader = GlobalPackedLoader(spread(40), 50, rank=0, num_ranks=2)
+    state = loader.state_dict()
+    iterator = iter(loader)
+    first = next(iterator)
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="begin a new loop"):
+        next(iterator)
+    assert same([next(iter(loader))], [first])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_ends_before_the_place_is_an_error(workers: int) -> None:
+    documents = spread(60)
+    options = dict(tokens_per_rank=50, rank=0, num_ranks=2, gradient_accumulation_steps=2, num_workers=workers)
+    first = GlobalPackedLoader(lambda: iter(documents), **options)
+    list(islice(first, 6))
+    shorter = GlobalPackedLoader(lambda: iter(documents[:20]), **options)
+    shorter.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="ended after 2 steps of epoch 0, but .* at step 3"):
+        list(shorter)
 
 
 def test_wrong_arguments() -> None:
@@ -358,6 +446,8 @@ def test_wrong_arguments() -> None:
         (dict(regroup="free"), "regroup must be True, False or None, got 'free'"),
         (dict(gradient_accumulation_steps=0), "gradient_accumulation_steps must be"),
         (dict(server_weights=[1, 2, 3]), "server_weights must be"),
+        (dict(shuffle=1), "shuffle must be True or False, got 1"),
+        (dict(drop_last=None), "drop_last must be True or False, got None"),
         (dict(seed=-1), "seed must be"),
         (dict(overflow="error", documents=[[1] * 21]), "document 0 has 21 tokens, the ranks that share it hold 20"),
     ):
@@ -366,6 +456,13 @@ def test_wrong_arguments() -> None:
             del given["num_ranks"]
         with pytest.raises(ValueError, match=word):
             list(GlobalPackedLoader(**given))
+    for options, word in (
+        (dict(rank=0.0, num_ranks=2), r"rank must be a whole number, got 0\.0"),
+        (dict(rank=0, num_ranks=2.0), "num_ranks must be a whole number"),
+        (dict(servers=True), "servers must be a whole number, got True"),
+    ):
+        with pytest.raises(TypeError, match=word):
+            GlobalPackedLoader(**{"documents": [[1, 2]], "tokens_per_rank": 10, "rank": 0, "num_ranks": 2, **options})
 
 
 def test_a_loaded_place_is_given_up_with_a_warning_only(caplog) -> None:

@@ -53,6 +53,9 @@ def test_too_long_documents():
     for bad in (dict(max_tokens=0), dict(max_tokens=10, overflow="cut")):
         with pytest.raises(ValueError, match="must be"):
             pack_documents(lengths, **bad)
+    for lengths in ([2.7], ["3"], [2**70], [None]):
+        with pytest.raises(TypeError, match="lengths must be whole numbers"):
+            pack_documents(lengths, 8)
     with pytest.raises(ValueError, match="must not be negative, got -2"):
         pack_documents([1, -2], 10)
 
@@ -115,11 +118,15 @@ def test_the_sampler_leaves_the_global_generators_alone():
     [
         (dict(num_rows=0, rank=0, num_ranks=1, micro_batches=1), "dataset is empty"),
         (dict(num_rows=4, rank=2, num_ranks=2, micro_batches=1), r"rank must be in 0\.\.1, got 2"),
-        (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=-1), "must not be negative"),
+        (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=-1), "micro_batches must be at least 0"),
+        (dict(num_rows=4, rank=0, num_ranks=0, micro_batches=1), "num_ranks must be at least 1"),
+        (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=1, start=-1), "start must be at least 0, got -1"),
+        (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=1, start=2.0), r"start must be .* got 2\.0 \(float\)"),
+        (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=True), "micro_batches must be .* got True"),
     ],
 )
 def test_impossible_samplers(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         RowSampler(**arguments)
 
 

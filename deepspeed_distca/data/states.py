@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any
@@ -20,9 +21,12 @@ def whole_number(value: Any, name: str, low: int = 0, high: int | None = None) -
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
     number = int(value)
-    if number < low or (high is not None and number > high):
-        allowed = f"at least {low}" if high is None else f"in {low}..{high}"
-        raise ValueError(f"{name} must be {allowed}, got {number}")
+    high = sys.maxsize if high is None else high
+    if not low <= number <= high:
+        allowed = f"at least {low}" if number < low and high == sys.maxsize else f"in {low}..{high}"
+        # Python refuses to write integers of very many digits.
+        shown = number if abs(number).bit_length() < 256 else f"an integer of {number.bit_length()} bits"
+        raise ValueError(f"{name} must be {allowed}, got {shown}")
     return number
 
 

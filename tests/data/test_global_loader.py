@@ -362,6 +362,7 @@ def test_states_of_other_runs_are_refused() -> None:
         ({"epoch": -1}, ValueError, "epoch must be at least 0, got -1"),
         ({"micro_batches": "4"}, TypeError, r"micro_batches must be .* got '4' \(str\)"),
         ({"micro_batches": float("nan")}, TypeError, "micro_batches must be .* got nan"),
+        ({"epoch": 10**9000}, ValueError, "epoch must be in 0.* got an integer of 29898 bits"),
         ({"micro_batches": -2}, ValueError, "micro_batches must be at least 0, got -2"),
         ({"micro_batches": 3}, ValueError, "multiple of the 2 of a step, got 3; .* beginning of a step"),
         ({"micro_batches": 10**6}, ValueError, r"micro_batches of epoch 0 must be in 0\.\.\d+, got 1000000"),

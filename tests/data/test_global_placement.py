@@ -124,3 +124,6 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises(ValueError, match="must be|need at least|tokens, the budgets"):
             place(lengths, budgets, **options)
+    for lengths, budgets in (([1.5], [4]), ([1], [4.0]), (["1"], [4])):
+        with pytest.raises(TypeError, match="must be whole numbers"):
+            place(lengths, budgets)

@@ -2,7 +2,6 @@
 """Asks a model how it treats documents and their targets, by running it on tiny ones: what it does counts, and not
 what it is called.
 
-All rows are of one size, so that all go through the same kernels and differences are the model's own, not of rounding.
 Every rank runs the same forwards with the same tokens, whatever they show, since ranks that share parameters must.
 """
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from deepspeed_distca.integrations.tiny_forwards import Like, Seen, TinyForwards, of_tokens
+from deepspeed_distca.integrations.tiny_forwards import Like, TinyForwards
 
 #: Relative differences below these are rounding: of one layer, since each goes on from the same values.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -50,15 +49,15 @@ def examine(forwards: TinyForwards, decoder: PreTrainedModel, longest: int | Non
     """
     row = _Row.of_at_most(min(x for x in (longest, _most_positions(decoder), 44) if x))
     judge = _Judge(forwards, row, _ordinary_tokens(decoder), _rounding(decoder))
-    whole_rows = judge.neighbours()
+    judge.neighbours()
     takes_positions = judge.alone()
-    targets, shift, weighting = (None, False, None) if whole_rows else judge.loss()
-    return Findings(targets, shift, weighting, takes_positions, whole_rows)
+    targets, shift, weighting = (None, False, None) if judge.whole_rows else judge.loss()
+    return Findings(targets, shift, weighting, takes_positions, judge.whole_rows)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A long document, and after it three that are looked at, [start, end) each, with others between and behind."""
+    """A long document, and after it three that are watched, with others between and behind."""
 
     lengths: list[int]
 
@@ -79,38 +78,51 @@ class _Row:
 
 
 class _Judge:
+    """Looks at the forwards of one model.
+
+    Attributes:
+        whole_rows: it has one result for a whole row.
+    """
+
     def __init__(self, forwards: TinyForwards, row: _Row, tokens: np.ndarray, rounding: float) -> None:
-        self._forwards, self._row, self._tokens, self._rounding = forwards, row, tokens, rounding
+        self._forwards, self._tokens, self._rounding = forwards, tokens, rounding
         self._random = np.random.RandomState(0)
-        self._rows: tuple[Seen, Seen] | None = None
+        self._row = row
+        self._whole = self._draw(row.size // 2)
+        self._alone = forwards.run(self._whole, [len(self._whole)], positions=False)
+        if not self._alone.of(self._alone.base):
+            raise Fault("its base model returns no tensor with a row for each token")
+        self.whole_rows = not self._alone.of(self._alone.decoder)
 
-    def neighbours(self) -> bool:
-        """In training, a document's results are the same beside other documents.
+    def neighbours(self) -> None:
+        """In training, a document's results are the same beside other documents of its batch.
 
-        Returns:
-            whether the model has one result for a whole row.
+        All rows are of one size here: the same tokens go through the same kernels.
         """
         row = self._row
-        # One token everywhere goes to the same experts: if those have no room for a whole row, it shows.
-        ids = np.full(row.size, self._tokens[0])
-        others = self._draw(row.size)
-        for document in row.watched:
+        # Such models may take one row at a time. The documents watched are last: what has no room for all has none
+        # for them.
+        self._batch = 1 if self.whole_rows else 2
+        before = (self._batch - 1) * row.size
+        self._watched = [slice(d.start + before, d.stop + before) for d in row.watched]
+        # One token everywhere goes to the same experts: if those have no room for a whole batch, it shows.
+        ids = np.full(before + row.size, self._tokens[0])
+        others = self._draw(len(ids))
+        for document in self._watched:
             others[document] = ids[document]
-        first = self._forwards.run(ids, row.lengths, training=True)
-        if not of_tokens(first.base, row.size):
-            raise Fault("its base model returns no tensor with a row for each token")
-        same = [Like(first, document, document) for document in row.watched]
-        second = self._forwards.run(others, row.lengths, training=True, like=same)
+        given = {"lengths": [*[row.size] * (self._batch - 1), *row.lengths], "batch": self._batch, "training": True}
+        first = self._forwards.run(ids, **given)
+        same = [Like(first, document, document) for document in self._watched]
+        second = self._forwards.run(others, like=same, **given)
         # One of three documents may stand well by chance.
         error = float(np.median([_errors(second.rows(), like).max() for like in same]))
         if not error <= self._rounding:
             raise Fault(
-                f"a document's results change with the other documents of its row (by {error:.1e}): something beside "
-                "core attention passes between tokens, such as a convolution, a shifted state, statistics of a row or "
-                "a batch, or experts that have room for so many tokens"
+                f"a document's results change with the other documents of its batch (by {error:.1e}): something "
+                "beside core attention passes between tokens, such as a convolution, a shifted state, statistics of a "
+                "row or a batch, or experts that have room for so many tokens"
             )
         self._rows = first, second
-        return not of_tokens(first.decoder, row.size)
 
     def alone(self) -> bool:
         """A packed document has the results that it has alone, where users give no position ids.
@@ -119,27 +131,27 @@ class _Judge:
             whether a piece of a document, given its position ids and the keys before it, has the results it has in the
             whole document, so that documents may continue on other ranks.
         """
-        size = self._row.size
-        half = size // 2
-        whole = self._draw(size)
-        alone = self._forwards.run(whole, [size], positions=False)
-        like = Like(alone, slice(size - half, size), slice(half))
-        packed = self._forwards.run(np.append(self._draw(size - half), whole[:half]), [size - half, half], like=[like])
-        # Positions are wrong for most tokens, if for any.
-        error = float(np.median(_errors(packed.rows(), like)))
+        alone, whole, size = self._alone, self._whole, self._row.size
+        others = self._draw(size - len(whole))
+        like = Like(alone, slice(len(others), size), slice(len(whole)))
+        packed = self._forwards.run(np.append(others, whole), [len(others), len(whole)], like=[like])
+        error = _most(_errors(packed.rows(), like))
         if not error <= self._rounding:
-            why = "position_ids, counted from 0 in each document, do not give it the positions that it counts itself"
+            why = (
+                "position_ids, counted from 0 in each document, do not give it the positions that it counts itself, "
+                "or something depends on the length of the row"
+            )
             if not self._forwards.takes("position_ids"):
                 why = "its forward takes no position_ids, so it counts positions through the row"
             raise Fault(f"a packed document has other results than alone (by {error:.1e}): {why}")
-        like = Like(alone, slice(size - half), slice(half, size))
-        piece = self._forwards.run(
-            np.append(whole[half:], self._draw(half)), [size - half, half], after=alone, like=[like]
-        )
-        error = float(np.median(_errors(piece.rows(), like)))
+        half = len(whole) // 2
+        rest = len(whole) - half
+        like = Like(alone, slice(rest), slice(half, len(whole)))
+        piece = self._forwards.run(np.append(whole[half:], others), [rest, len(others)], after=alone, like=[like])
+        error = _most(_errors(piece.rows(), like))
         for mine, theirs in zip(piece.attention, alone.attention, strict=True):
             # Positions change queries and keys a lot, but results hardly in a model that has learned nothing yet.
-            error = max(error, float(np.median(_errors(mine[:2], like, theirs[:2]))))
+            error = max(error, _most(_errors(mine[:2], like, theirs[:2])))
         return self._forwards.takes("position_ids") and error <= self._rounding
 
     def loss(self) -> tuple[Literal["next", "same"] | None, bool, Literal["num_items_in_batch", "mean"] | None]:
@@ -150,7 +162,7 @@ class _Judge:
         unknown = None, False, None
         if not self._forwards.takes("labels"):
             return unknown
-        place = self._row.watched[0].start + 1  # the target of a document's first token, or of its second
+        place = self._watched[0].start + 1  # the target of a document's first token, or of its second
         here = self._change(place)
         if not here:
             return unknown
@@ -191,15 +203,16 @@ class _Judge:
     def _loss(
         self, place: int, label: int, fixed: int, items: float | None, lonely: bool, shift: bool, beside: bool
     ) -> float:
-        labels = np.full(self._row.size, _IGNORED)
+        first = self._rows[0]
+        labels = np.full(len(first.ids), _IGNORED)
         labels[place] = label
         if not lonely:
-            labels[self._row.watched[-1].start + 1] = fixed
-        given = {"labels": self._forwards.tensor(labels)}
+            labels[self._watched[-1].start + 1] = fixed
+        given = {}
         if shift:
-            given["shift_labels"] = self._forwards.tensor(np.append(labels[1:], _IGNORED))
+            given["shift_labels"] = self._forwards.tensor(np.append(labels[1:], _IGNORED), first.batch)
             labels[place] = fixed
-            given["labels"] = self._forwards.tensor(labels)
+        given["labels"] = self._forwards.tensor(labels, first.batch)
         if items is not None and self._forwards.takes("num_items_in_batch"):
             given["num_items_in_batch"] = torch.tensor(items, device=given["labels"].device)
         output = self._forwards.again(self._rows[beside], **given)
@@ -212,8 +225,8 @@ class _Judge:
 
     def _labels(self, place: int) -> tuple[int, int]:
         """Two labels whose losses differ as much as any."""
-        tokens, output = self._tokens, of_tokens(self._rows[0].decoder, self._row.size)
-        scores = output[0].float()[[max(place - 1, 0), place]].mean(0)
+        tokens, first = self._tokens, self._rows[0]
+        scores = first.of(first.decoder)[0].float()[[max(place - 1, 0), place]].mean(0)
         if len(scores) <= tokens.max():
             return 0, min(1, len(scores) - 1)  # classes
         scores = scores[torch.from_numpy(tokens).to(scores.device)].nan_to_num(0.0, 0.0, 0.0)
@@ -224,13 +237,13 @@ class _Judge:
 
 
 def _errors(given: Sequence[torch.Tensor], like: Like, expected: Sequence[torch.Tensor] | None = None) -> np.ndarray:
-    """By token, the largest relative difference from the token that it should be like: float64 [tokens].
+    """The relative differences of tokens from those that they should be like: float64 [tensors, tokens].
 
     Args:
-        given: [tokens, ...] each.
+        given: [all tokens, ...] each.
         expected: the same of the other forward; left out: all that belongs to tokens.
     """
-    worst = torch.zeros(())
+    errors = []
     for one, other in zip(given, like.seen.rows() if expected is None else expected, strict=True):
         one, other = one[like.here].flatten(1).double(), other[like.there].flatten(1).double()
         # Some models set scores to minus infinity.
@@ -238,10 +251,14 @@ def _errors(given: Sequence[torch.Tensor], like: Like, expected: Sequence[torch.
         unequal = ((one != other) & ~finite & ~(one.isnan() & other.isnan())).any(1)
         one, other = one.where(finite, 0.0), other.where(finite, 0.0)
         norm = other.norm(dim=1)
-        norm = norm.clamp(min=max(0.1 * float(norm.median()), 1e-30))
-        error = ((one - other).norm(dim=1) / norm).masked_fill(unequal | ~finite.any(1), torch.inf)
-        worst = torch.maximum(worst.to(error), error)
-    return worst.cpu().numpy()
+        norm = norm.clamp(min=norm.median() * 0.1).clamp(min=1e-30)
+        errors.append(((one - other).norm(dim=1) / norm).masked_fill(unequal | ~finite.any(1), torch.inf))
+    return torch.stack(errors).cpu().numpy()
+
+
+def _most(errors: np.ndarray) -> float:
+    """The largest of what is wrong with most tokens: another expert for one of them is not."""
+    return float(np.median(errors, axis=1).max())
 
 
 def _near(one: float, other: float) -> bool:

@@ -43,7 +43,7 @@ class Seen(NamedTuple):
     """One forward.
 
     Attributes:
-        ids: int64 [tokens], and the lengths of its documents.
+        ids: int64 [tokens], one row of the batch after another, and the lengths of its documents.
         decoder, base: what the model returned, and what its base model did, which has all attention modules.
         attention: of every attention module, in the order of their calls.
         steps: what layers and their parts returned for each token, in the order of their calls.
@@ -51,6 +51,7 @@ class Seen(NamedTuple):
 
     ids: np.ndarray
     lengths: Sequence[int]
+    batch: int
     decoder: Any
     base: Any
     attention: list[Heads]
@@ -58,8 +59,11 @@ class Seen(NamedTuple):
 
     def rows(self) -> list[torch.Tensor]:
         """All that belongs to tokens, as [tokens, features] each."""
-        size = len(self.ids)
-        return [*self.steps, *of_tokens(self.base, size), *of_tokens(self.decoder, size)]
+        return [*self.steps, *self.of(self.base), *self.of(self.decoder)]
+
+    def of(self, output: Any) -> list[torch.Tensor]:
+        """What of an output belongs to tokens."""
+        return _of_tokens(output, self.batch, len(self.ids))
 
 
 class Like(NamedTuple):
@@ -121,15 +125,19 @@ class TinyForwards:
         ids: np.ndarray,
         lengths: Sequence[int],
         *,
+        batch: int = 1,
         training: bool = False,
         positions: bool = True,
         after: Seen | None = None,
         like: Sequence[Like] = (),
         **given: Any,
     ) -> Seen:
-        """One forward of one row of documents.
+        """One forward.
 
         Args:
+            ids: int64 [tokens], one row of the batch after another.
+            lengths: of the documents.
+            batch: so many rows of the same length.
             positions: give position ids, if the model takes any.
             after: the first document begins in the middle, and its keys before are the first ones of that forward.
             like: tokens that, behind every layer and every part of one, go on with what others got there. So each step
@@ -144,50 +152,54 @@ class TinyForwards:
         if positions and self.takes("position_ids"):
             counted = np.concatenate([np.arange(n) for n in lengths])
             counted[: lengths[0]] += begins
-            given["position_ids"] = self.tensor(counted)
+            given["position_ids"] = self.tensor(counted, batch)
         witness = FirstForward(self._decoder, self._windows, given.get("position_ids"))
         self._like, self._steps = like, []
         try:
-            self._run(ids, training, {PLAN: plan, WITNESS: witness, **given}, witness)
+            self._run(ids, batch, training, {PLAN: plan, WITNESS: witness, **given}, witness)
         finally:
             self._like = ()
         witness.finish()
         outputs = self._outputs[self._decoder], self._outputs[self._base]
-        return Seen(ids, lengths, *outputs, plan.attention, self._steps)
+        return Seen(ids, lengths, batch, *outputs, plan.attention, self._steps)
 
     def again(self, seen: Seen, **given: Any) -> Any:
         """What the decoder returns for a row that was seen, in training, given more arguments that its base model does
         not see. The base model is not run again, unless it is the decoder itself."""
         if self._base is self._decoder:
-            return self.run(seen.ids, seen.lengths, training=True, **given).decoder
+            return self.run(seen.ids, seen.lengths, batch=seen.batch, training=True, **given).decoder
         own = self._base.__dict__.get("forward")
         self._base.forward = lambda *args, **kwargs: seen.base
         try:
-            self._run(seen.ids, True, given, None)
+            self._run(seen.ids, seen.batch, True, given, None)
         finally:
             del self._base.forward
             if own is not None:
                 self._base.forward = own
         return self._outputs[self._decoder]
 
-    def tensor(self, values: np.ndarray) -> torch.Tensor:
-        """[1, tokens] on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values))[None].to(self._device)
+    def tensor(self, values: np.ndarray, batch: int) -> torch.Tensor:
+        """Values of tokens as [batch, tokens of a row] on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).view(batch, -1).to(self._device)
 
-    def _run(self, ids: np.ndarray, training: bool, given: dict[str, Any], witness: FirstForward | None) -> None:
-        self._tokens = len(ids)
+    def _run(
+        self, ids: np.ndarray, batch: int, training: bool, given: dict[str, Any], witness: FirstForward | None
+    ) -> None:
+        self._shape = batch, len(ids)
         self._given = {"attention_mask": None, "use_cache": False, **given}
         self._outputs = {}
         self._module.train(training)
-        torch.manual_seed(_SEED)
+        torch.default_generator.manual_seed(_SEED)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).manual_seed(_SEED)
         if witness is None:
-            self._call(self.tensor(ids))
+            self._call(self.tensor(ids, batch))
             return
         watching = watched_by(witness)
         self._names.use(FIRST)
         watching.start()
         try:
-            self._call(self.tensor(ids))
+            self._call(self.tensor(ids, batch))
         finally:
             watching.stop()
             self._names.restore()
@@ -217,7 +229,7 @@ class TinyForwards:
         """Notes what a layer or a part of one returned, and has tokens go on with what others got."""
         if isinstance(output, tuple):
             return tuple(self._step(module, args, part) for part in output)
-        rows = of_tokens(output, self._tokens)
+        rows = _of_tokens(output, *self._shape)
         if not torch.is_tensor(output) or not rows:
             return output
         index = len(self._steps)
@@ -230,13 +242,13 @@ class TinyForwards:
         return forced.view_as(output)
 
 
-def of_tokens(output: Any, tokens: int) -> list[torch.Tensor]:
+def _of_tokens(output: Any, batch: int, tokens: int) -> list[torch.Tensor]:
     """The tensors in a model's output that have a row for each of so many tokens, each as [tokens, features]."""
     if torch.is_tensor(output):
-        by_token = output.ndim > 1 and (output.shape[:2] == (1, tokens) or len(output) == tokens)
+        by_token = output.ndim > 1 and (output.shape[:2] == (batch, tokens // batch) or len(output) == tokens)
         return [output.reshape(tokens, -1)] if by_token and output.is_floating_point() else []
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return [t for value in values for t in of_tokens(value, tokens)]
+    return [t for value in values for t in _of_tokens(value, batch, tokens)]
 
 
 class _Plan:

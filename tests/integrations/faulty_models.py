@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -213,6 +214,10 @@ FAULTS: dict[str, tuple[Callable[[], LlamaForCausalLM], str]] = {
     "a row's mean": (lambda: in_a_layer(lambda x: x.mean(1, keepdim=True)), "passes between tokens"),
     "a running sum": (lambda: in_a_layer(lambda x: 0.1 * x.cumsum(1)), "passes between tokens"),
     "a row's largest value": (lambda: in_a_layer(lambda x: x / x.abs().amax()), "passes between tokens"),
+    "a mean over rows": (lambda: in_a_layer(lambda x: x - x.mean(0, keepdim=True)), "passes between tokens"),
+    "a row's first token": (lambda: in_a_layer(lambda x: x[:, :1]), "passes between tokens"),
+    "a row's last token": (lambda: in_a_layer(lambda x: x[:, -1:]), "passes between tokens"),
+    "a row's length": (lambda: in_a_layer(lambda x: x * math.log(x.shape[1])), "the length of the row"),
     "statistics of a batch": (lambda: in_a_layer(BatchNorm()), "passes between tokens"),
     "experts with limited room": (lambda: in_a_layer(Experts()), "passes between tokens"),
     "a mean in the head": (lambda: llama(Pooled), "passes between tokens"),

@@ -115,6 +115,7 @@ def test_plain_and_padded_rows():
         ({"attention_mask": torch.ones(1, 11).long()}, "1 x 10"),
         ({"seq_idx": torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 0, 0]])}, "comes back"),
         ({"seq_idx": torch.zeros(1, 10)}, "float32"),
+        ({"seq_idx": torch.full((1, 10), -1)}, "-1"),
         ({"position_ids": torch.zeros(3, 1, 10, dtype=torch.long)}, "multi-axis"),
         ({"position_ids": torch.arange(5, 15)[None]}, "position 5, not 0"),
         ({"position_ids": torch.arange(10.0)[None]}, "float32"),
@@ -231,6 +232,17 @@ def test_a_layout_of_several_ranks():
         admit(given, Contract(), place=(0, 1))
     with pytest.raises(LayoutError, match="takes no position ids"):
         admit(given, Contract(takes_positions=False), place=(0, 2))
+
+
+def test_positions_that_rise_from_one_document_into_a_piece_of_another():
+    """Stored one behind the other: a document of 9 tokens, and another's from position 9 on."""
+    shared = Layout.from_ranks([[(0, 0, 9), (1, 9, 4)], [(1, 0, 9)]])
+    given = {
+        "input_ids": torch.arange(13)[None],
+        "position_ids": torch.arange(13)[None],
+        "layout": shared,
+    }
+    assert admit(given, Contract(), place=(0, 2)).lengths.tolist() == [[9] * 9 + [13] * 4]
 
 
 def test_a_batch_without_tokens_gets_one_that_is_in_no_loss():

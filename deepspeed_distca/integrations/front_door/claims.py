@@ -52,7 +52,11 @@ def documents_of(
         claims.append(_Claim("seq_idx", _begins_of_numbers("seq_idx", numbers, rows, tokens, real)))
     positions = _positions(said.get("position_ids"), rows, tokens, bool(claims) or not real.all())
     if positions is not None:
-        claims.append(_Claim("position_ids", _begins_of_positions(positions, rows, tokens)))
+        there = _begins_of_positions(positions, rows, tokens)
+        if layout is not None:
+            # A piece of a document may begin at the very position behind what is stored before it.
+            there |= _begins_of_layout(layout, rows, tokens, place, pieces=True)
+        claims.append(_Claim("position_ids", there))
     begins = _agreed(claims, real, rows, tokens, layout)
     if layout is None:
         layout = Layout.from_cu_seqlens(np.append(np.flatnonzero(begins), rows * tokens))
@@ -138,10 +142,14 @@ def empty_layout(layout: Any, place: tuple[int, int] | None) -> Layout:
     return layout.filled()
 
 
-def _begins_of_layout(layout: Layout, rows: int, tokens: int, place: tuple[int, int] | None) -> np.ndarray:
+def _begins_of_layout(
+    layout: Layout, rows: int, tokens: int, place: tuple[int, int] | None, pieces: bool = False
+) -> np.ndarray:
+    """Where its segments begin; with `pieces` only those that are not the beginning of a document."""
     begins = np.zeros(rows * tokens, dtype=bool)
     rank = place[0] if place is not None and layout.num_ranks > 1 else 0
-    starts = layout.rows[layout.segments[:, RANK] == rank]
+    here = layout.segments[:, RANK] == rank
+    starts = layout.rows[here & (layout.segments[:, START] > 0) if pieces else here]
     begins[starts[starts < begins.size]] = True
     return begins
 
@@ -177,6 +185,8 @@ def _begins_of_cumulative(name: str, given: Any, rows: int, tokens: int, real: n
 
 def _begins_of_numbers(name: str, numbers: np.ndarray, rows: int, tokens: int, real: np.ndarray) -> np.ndarray:
     """A document for each run of one number; a number that comes back would be one document with a hole."""
+    if (numbers[real] < 0).any():
+        raise LayoutError(f"{name} holds {int(numbers[real].min())} on a token; allowed: numbers from 0 on")
     begins = _changes(numbers, tokens)
     for row in range(rows):
         part = slice(row * tokens, (row + 1) * tokens)

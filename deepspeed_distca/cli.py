@@ -17,6 +17,9 @@ from typing import Any, NamedTuple, NoReturn
 _MESSAGE_LENGTH = 400
 _TABLE_ROWS = 64
 
+#: Ranks of a layout that `plan` reads: its matrices of bytes have an entry for every two of them.
+_MAX_RANKS = 2048
+
 
 class UsageError(Exception):
     """The command line or its input is wrong; the message says what was given and what is allowed."""
@@ -66,7 +69,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="FILE",
         help='JSON {"ranks": [[{"document", "start", "length"}, ...], ...], '
-        '"heads": {"query", "key_value", "head_dim"}}, in storage order; - reads it from stdin',
+        f'"heads": {{"query", "key_value", "head_dim"}}}}, in storage order, of up to {_MAX_RANKS} ranks; - reads it '
+        "from stdin",
     )
     parser.add_argument("--tolerance", type=float, default=0.02, help="allowed excess over the mean load (0.02)")
     parser.add_argument(
@@ -92,11 +96,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     from deepspeed_distca.scheduler.traffic import homes_of, traffic
 
     layout, heads = _read_layout(arguments.layout)
+    phase = arguments.phase
     if arguments.cost in ("model", "area"):
         cost = CostModel.area(heads) if arguments.cost == "area" else CostModel.fitted(heads)
     else:
         try:
-            cost = Profile.load(Path(arguments.cost)).cost.for_heads(heads)
+            cost = Profile.load(Path(arguments.cost), heads).cost.for_heads(heads)
         except ProfileError as error:
             raise UsageError(f"--cost allows model, area or the file of a profile: {error}") from error
     try:
@@ -104,7 +109,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         tasks = balance(
             layout,
             cost,
-            phase=arguments.phase,
+            phase=phase,
             tolerance=arguments.tolerance,
             min_shard_tokens=arguments.min_shard_tokens,
             granularity=arguments.granularity,
@@ -113,9 +118,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             max_received_rows=arguments.max_received_rows,
         )
         milliseconds = (time.perf_counter() - start) * 1e3
+        moved = traffic(layout, tasks)
+        flows = moved.dispatch_bytes(heads, phase), moved.return_bytes(heads, phase)
     except (ValueError, OverflowError) as error:
         raise UsageError(str(error)) from error
-    moved = traffic(layout, tasks)
     columns = ("document", "q_start", "q_end", "k_start", "server")
     report = {
         "tasks": [
@@ -126,13 +132,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         "load_after": cost.seconds(tasks.loads).tolist(),
         "balance_before": tasks.balance_before,
         "balance_after": tasks.balance,
-        "bytes": moved.dispatch_bytes(heads, arguments.phase).tolist(),
-        "bytes_return": moved.return_bytes(heads, arguments.phase).tolist(),
-        "digest": digest(layout, tasks, phase=arguments.phase, window=arguments.window).hex,
+        "bytes": flows[0],
+        "bytes_return": flows[1],
+        "digest": digest(layout, tasks, phase=phase, window=arguments.window).hex,
         "milliseconds": milliseconds,
     }
     if arguments.json:
-        print(json.dumps(report))
+        print(json.dumps(report, default=lambda matrix: matrix.tolist()))
     else:
         _print_plan(report)
     return 0
@@ -140,43 +146,41 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _read_layout(source: str) -> tuple[Any, Any]:
     """The layout and heads of a JSON file, or of stdin for "-"."""
+    from deepspeed_distca.given import shown
     from deepspeed_distca.layout import Layout
     from deepspeed_distca.scheduler.heads import Heads
+    from deepspeed_distca.scheduler.strict_json import loads
 
     where = "stdin" if source == "-" else source
     try:
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-        given = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
+        given = loads(data.decode("utf-8-sig"))
     except OSError as error:
         raise UsageError(f"{where}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{where}: not valid JSON: {error}") from error
     needed = {"ranks", "heads"}
     if not isinstance(given, dict):
         raise UsageError(f"{where}: expected a JSON object with the keys ranks and heads, got {type(given).__name__}")
     for problem, keys in (("missing", needed - set(given)), ("unknown", set(given) - needed)):
         if keys:
-            raise UsageError(f"{where}: {problem} keys {', '.join(map(repr, sorted(keys)))}; expected ranks and heads")
+            names = ", ".join(map(shown, sorted(keys)))
+            raise UsageError(f"{where}: {problem} keys {names}; expected ranks and heads")
     if not isinstance(given["ranks"], list):
         raise UsageError(f"{where}: ranks must be a list with a list of segments for each rank")
+    if len(given["ranks"]) > _MAX_RANKS:
+        raise UsageError(f"{where}: {len(given['ranks'])} ranks are too many, allowed: {_MAX_RANKS}")
     for rank, segments in enumerate(given["ranks"]):
         for index, segment in enumerate(segments if isinstance(segments, list) else ()):
             if not isinstance(segment, dict):
                 raise UsageError(
                     f"{where}: rank {rank}, segment {index}: expected an object with the keys document, start and "
-                    f"length, got {segment!r}"
+                    f"length, got {shown(segment)}"
                 )
     try:
         return Layout.from_ranks(given["ranks"]).validate(), Heads.from_dict(given["heads"])
     except (ValueError, OverflowError) as error:
         raise UsageError(f"{where}: {error}") from error
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        raise ValueError(f"a key is repeated in {[key for key, _ in pairs]}")
-    return out
 
 
 def _weights(text: str | None) -> list[int] | None:
@@ -185,7 +189,7 @@ def _weights(text: str | None) -> list[int] | None:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise UsageError(f"--server-weights must be integers with commas between them, got {text!r}") from error
+        raise UsageError(f"--server-weights must be integers with commas between them, got {text[:80]!r}") from error
 
 
 def _print_plan(report: dict[str, Any]) -> None:
@@ -201,8 +205,7 @@ def _print_plan(report: dict[str, Any]) -> None:
         tasks[task["server"]] += 1
         moved_in[task["server"]] += task["home"] != [task["server"]]
     flows = report["bytes"], report["bytes_return"]
-    sent = [sum(sum(flow[server]) for flow in flows) / 2**20 for server in range(servers)]
-    received = [sum(sum(row[server] for row in flow) for flow in flows) / 2**20 for server in range(servers)]
+    sent, received = (sum(flow.sum(axis=axis) / 2**20 for flow in flows).tolist() for axis in (1, 0))
     for server in range(min(servers, _TABLE_ROWS)):
         table.add_row(
             str(server),

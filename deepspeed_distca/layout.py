@@ -6,10 +6,13 @@ Plain NumPy, no torch: the scheduler, the collator, the command line and the run
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from deepspeed_distca.given import shown
 
 
 class LayoutError(ValueError):
@@ -27,6 +30,9 @@ class Segment(NamedTuple):
 #: Columns of ``Layout.segments``.
 RANK, DOCUMENT, START, LENGTH = range(4)
 
+#: Tokens of a layout, which floats still count exactly and whose sums stay in int64.
+MAX_TOKENS = 2**53
+
 
 class Layout:
     """The segments of every rank in storage order, for one micro-batch.
@@ -43,7 +49,7 @@ class Layout:
     __slots__ = ("num_ranks", "segments")
 
     def __init__(self, segments: np.ndarray, num_ranks: int) -> None:
-        self.segments = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 4)
+        self.segments = np.ascontiguousarray(_int64(segments, "segments")).reshape(-1, 4)
         self.num_ranks = int(num_ranks)
 
     @classmethod
@@ -51,22 +57,29 @@ class Layout:
         """From a list of segments for each rank; a segment is (document, start, length) or a mapping of these.
 
         Raises:
-            LayoutError: a segment that is neither, or whose values are not integers.
+            LayoutError: a segment that is neither, or whose values are not integers, or not of 64 bits.
         """
         rows = []
         for rank, segments in enumerate(ranks):
             if isinstance(segments, str | bytes | Mapping) or not isinstance(segments, Iterable):
-                raise LayoutError(f"rank {rank}: expected a list of segments, got {segments!r}")
+                raise LayoutError(f"rank {rank}: expected a list of segments, got {shown(segments)}")
             for index, segment in enumerate(segments):
                 rows.append((rank, *_segment_values(segment, f"rank {rank}, segment {index}")))
-        return cls(np.array(rows, dtype=np.int64).reshape(-1, 4), len(ranks))
+        try:
+            return cls(np.array(rows, dtype=np.int64).reshape(-1, 4), len(ranks))
+        except OverflowError as error:
+            raise LayoutError("a document, start or length is too large for a 64-bit integer") from error
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[Sequence[int]]) -> Layout:
-        """From the lengths of whole documents on each rank, numbered in order over all ranks."""
+        """From the lengths of whole documents on each rank, numbered in order over all ranks.
+
+        Raises:
+            LayoutError: a length that is no integer.
+        """
         ranks, document = [], 0
         for row in lengths:
-            ranks.append([Segment(document + i, 0, int(length)) for i, length in enumerate(row)])
+            ranks.append([Segment(document + i, 0, _index(length)) for i, length in enumerate(row)])
             document += len(ranks[-1])
         return cls.from_ranks(ranks)
 
@@ -75,9 +88,9 @@ class Layout:
         """One rank's layout from cumulative lengths [num_documents + 1], starting at 0. Empty documents are skipped.
 
         Raises:
-            LayoutError: cu_seqlens that do not start at 0 or decrease.
+            LayoutError: cu_seqlens that are not integers, do not start at 0 or decrease.
         """
-        cu = np.asarray(cu_seqlens, dtype=np.int64).ravel()
+        cu = _int64(cu_seqlens, "cu_seqlens").ravel()
         if cu.size == 0 or cu[0] != 0 or (np.diff(cu) < 0).any():
             raise LayoutError(f"cu_seqlens must start at 0 and never decrease, got {cu.tolist()[:16]}")
         return cls.from_lengths([[n for n in np.diff(cu).tolist() if n > 0]])
@@ -88,10 +101,10 @@ class Layout:
         position is not its left neighbour's plus one, and at the start of every row.
 
         Raises:
-            LayoutError: more than two dimensions (multi-axis position ids), or a row that begins in the middle
-                of a document, whose head is then on no rank this layout could name.
+            LayoutError: position ids that are not integers, more than two dimensions (multi-axis position ids), or a
+                row that begins in the middle of a document, whose head is then on no rank this layout could name.
         """
-        positions = np.asarray(position_ids, dtype=np.int64)
+        positions = _int64(position_ids, "position_ids")
         if positions.ndim == 1:
             positions = positions[None]
         if positions.ndim != 2:
@@ -132,8 +145,8 @@ class Layout:
         """Checks what a plan relies on and returns self.
 
         Raises:
-            LayoutError: ranks out of order or out of range, lengths below 1, negative ids or starts, or a document
-                that is not there from 0 to its end exactly once.
+            LayoutError: ranks out of order or out of range, lengths below 1, negative ids or starts, more than
+                ``MAX_TOKENS`` tokens, or a document that is not there from 0 to its end exactly once.
         """
         s = self.segments
         if self.num_ranks < 1:
@@ -149,6 +162,8 @@ class Layout:
                 f"rank {bad[RANK]}: segment (document {bad[DOCUMENT]}, start {bad[START]}, length {bad[LENGTH]}) "
                 "needs length >= 1, document >= 0 and start >= 0"
             )
+        if float(s[:, LENGTH].sum(dtype=np.float64)) > MAX_TOKENS or int(s[:, START].max()) > MAX_TOKENS:
+            raise LayoutError(f"the documents are too long: a layout may have {MAX_TOKENS} tokens in all")
         order = np.lexsort((s[:, START], s[:, DOCUMENT]))
         document, start, end = s[order, DOCUMENT], s[order, START], s[order, START] + s[order, LENGTH]
         expected = np.zeros_like(start)
@@ -210,6 +225,26 @@ class Layout:
         return f"Layout(num_ranks={self.num_ranks}, segments={len(self.segments)}, tokens={self.tokens.tolist()})"
 
 
+def _int64(values: Any, name: str) -> np.ndarray:
+    """The values as int64; floats and the like are refused rather than cut off."""
+    try:
+        given = np.asarray(values)
+    except (ValueError, OverflowError) as error:  # rows of unlike length
+        raise LayoutError(f"{name} must be an array of integers: {error}") from error
+    if given.size and given.dtype.kind not in "iu":
+        raise LayoutError(f"{name} must be integers, got {given.dtype}")
+    if given.size and given.dtype == np.uint64 and int(given.max()) > np.iinfo(np.int64).max:
+        raise LayoutError(f"{name} must be integers of 64 bits with a sign, got {int(given.max())}")
+    return given.astype(np.int64, copy=False)
+
+
+def _index(length: Any) -> int:
+    try:
+        return int(operator.index(length))
+    except TypeError as error:
+        raise LayoutError(f"lengths must be integers, got {shown(length)}") from error
+
+
 def _segment_values(segment: Any, where: str) -> tuple[int, int, int]:
     if isinstance(segment, Mapping):
         unknown, missing = set(segment) - set(Segment._fields), set(Segment._fields) - set(segment)
@@ -224,5 +259,5 @@ def _segment_values(segment: Any, where: str) -> tuple[int, int, int]:
     except TypeError:
         values = ()
     if len(values) != 3 or any(isinstance(v, bool) or not isinstance(v, int | np.integer) for v in values):
-        raise LayoutError(f"{where}: expected integers (document, start, length), got {segment!r}")
+        raise LayoutError(f"{where}: expected integers (document, start, length), got {shown(segment)}")
     return values  # type: ignore[return-value]

@@ -138,6 +138,13 @@ def test_reads_stdin(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["tasks"]
 
 
+def test_very_many_ranks_take_seconds(plan):
+    ranks = [[{"document": 0, "start": 0, "length": 200_000}]] + [[]] * 511
+    status, out, _ = plan({"ranks": ranks, "heads": HEADS})
+    assert status == 0 and "448 more servers" in out
+    assert plan({"ranks": [[]] * 2048, "heads": HEADS})[0] == 0
+
+
 def test_empty_ranks_and_nothing_to_do(plan):
     status, out, _ = plan({"ranks": [[], []], "heads": HEADS}, "--json")
     report = json.loads(out)
@@ -183,6 +190,23 @@ SEGMENT = {"document": 0, "start": 0, "length": 5}
         (given(ranks=[[SEGMENT], [{**SEGMENT, "start": 6}]]), "where 5 was expected"),
         (given(ranks=[[SEGMENT], [{**SEGMENT, "start": 4}]]), "where 5 was expected"),
         (given(ranks=[[SEGMENT, SEGMENT]]), "where 5 was expected"),
+        (given(ranks=[[]] * 10**5), "100000 ranks are too many"),
+        ('{"ranks": [' + "[" * 900 + "]" * 900 + '], "heads": {}}', "expected an object"),
+        ('{"ranks": [[' + '{"document": ' * 900 + "1" + "}" * 900 + ']], "heads": {}}', "missing"),
+        (
+            '{"ranks": [[{"document": 0, "document": 1, "start": 0, "length": 4}]], "heads": {}}',
+            "'document' is repeated",
+        ),
+        ('{"ranks": [[{"document": 0, "start": 0, "length": ' + "9" * 5000 + '}]], "heads": {}}', "digits"),
+        ('{"ranks": [[{"document": 0, "start": 0, "length": ' + "9" * 4000 + '}]], "heads": {}}', "too large"),
+        (
+            given(ranks=[[{**SEGMENT, "length": 2**62}], [{"document": 0, "start": 2**62, "length": 2**62}]]),
+            "too long",
+        ),
+        (given(ranks=[[{**SEGMENT, "length": 10**10}]]), "too long"),
+        (given(heads={**HEADS, "element_size": 10**18}), "element_size must be an integer >= 1 and <= 16"),
+        (given(heads={**HEADS, "query": 2**40, "key_value": 1}), "query must be an integer"),
+        (given(heads={"query": 2**20, "key_value": 2**20, "head_dim": 2**20}), "too long|too large"),
         (given(heads=[]), "mapping"),
         (given(heads={"query": 8, "key_value": 2}), "'head_dim' is missing"),
         (given(heads={**HEADS, "kv": 2}), "unknown key 'kv'"),
@@ -206,7 +230,15 @@ def test_one_line_for_a_wrong_layout(plan, layout, message):
         (["--tolerance", "nan"], "tolerance"),
         (["--tolerance", "-0.1"], "tolerance"),
         (["--tolerance", "inf"], "tolerance"),
+        (["--tolerance", "1e300"], "tolerance"),
         (["--tolerance", "much"], "tolerance"),
+        (["--granularity", "9" * 30], "granularity"),
+        (["--window", "9" * 30], "window"),
+        (["--window", "9" * 5000], "window"),
+        (["--min-shard-tokens", "9" * 30], "min_shard_tokens"),
+        (["--max-received-rows", "9" * 30], "max_received_rows"),
+        (["--server-weights", "9" * 30 + ",1,1,1"], "server_weights"),
+        (["--server-weights", "0,0,0,0"], "server_weights"),
         (["--granularity", "0"], "granularity"),
         (["--granularity", "1.5"], "granularity"),
         (["--window", "0"], "window"),

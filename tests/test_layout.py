@@ -74,7 +74,31 @@ def test_from_position_ids_refuses_what_it_would_cut_wrongly():
     with pytest.raises(LayoutError, match="begins at position 3"):
         Layout.from_position_ids(np.array([[0, 1, 2], [3, 4, 5]]))
     with pytest.raises(LayoutError, match=r"\[3, 1, 4\]"):
-        Layout.from_position_ids(np.zeros((3, 1, 4)))
+        Layout.from_position_ids(np.zeros((3, 1, 4), dtype=int))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Layout.from_lengths([[5.7]]),
+        lambda: Layout.from_lengths([["5"]]),
+        lambda: Layout.from_lengths([[10**5000]]),
+        lambda: Layout.from_cu_seqlens([0, 2.5, 4]),
+        lambda: Layout.from_cu_seqlens(np.array([0, 2**64 - 1], dtype=np.uint64)),
+        lambda: Layout.from_cu_seqlens([[0, 1], [2]]),
+        lambda: Layout.from_position_ids(np.array([0.0, 1.0])),
+        lambda: Layout.from_position_ids(np.array([False, True])),
+        lambda: Layout(np.array([[0, 0, 0, 1.5]]), 1),
+        lambda: Layout.from_ranks([[(0, 0, 2**63)]]),
+        lambda: Layout.from_ranks([[(0, 0, 2**62)], [(0, 2**62, 2**62)]]).validate(),
+        lambda: Layout.from_ranks([[(d, 0, 2**62) for d in range(4)]]).validate(),
+        lambda: Layout.from_ranks([[(0, 2**62, 1)]]).validate(),
+    ],
+)
+def test_numbers_that_would_be_cut_off_or_wrap_around_are_refused(make):
+    with pytest.raises(LayoutError) as raised:
+        make()
+    assert len(str(raised.value)) < 400
 
 
 def test_merge_renumbers():

@@ -13,25 +13,26 @@ other homes of the document have to give, and a last remainder goes to the small
 the large ones to others.
 
 Where shards are coarser than the room that is left, single shards are moved, and their takers first give away of their
-own where that can be cut finer.
+own where that can be cut finer. Where that leaves a load above what is promised, ranges are dealt out in order.
 
 Everything is decided in Python integers and by geometry: documents are ordered by where they lie, not by their ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import isfinite
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from deepspeed_distca.layout import Layout
+from deepspeed_distca.given import integer, number
+from deepspeed_distca.layout import MAX_TOKENS, Layout
 from deepspeed_distca.scheduler.cost_model import MAX_COST, UNITS_PER_SECOND, CostModel, Phase, key_start
-from deepspeed_distca.scheduler.cuts import Cuts
+from deepspeed_distca.scheduler.cuts import Cuts, costliest_shard
+from deepspeed_distca.scheduler.dealing import Dealing
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.holdings import Holdings
 from deepspeed_distca.scheduler.moves import Moves
-from deepspeed_distca.scheduler.shares import Shares
+from deepspeed_distca.scheduler.shares import MAX_TOLERANCE, Shares
 from deepspeed_distca.scheduler.tasks import (
     K_START,
     PIECE_DOCUMENT,
@@ -71,9 +72,11 @@ def balance(
     """Spreads a layout's core attention so that no server's load exceeds (1 + tolerance) times its share.
 
     A pure function of its arguments. Where loads are within the tolerance already, every row is computed at its home.
-    Otherwise the bound holds wherever cuts of the granularity allow it: a server is left above it only where one more
-    shard of `min_shard_tokens` rows (a whole piece, if it is shorter than two) would put the least loaded server above
-    that server's own load.
+    Otherwise the bound holds wherever cuts allow it: no load exceeds (1 + tolerance) times the server's share of the
+    plan's own total, or its share plus the costliest shard, if that is more (``bounds.promised``). A shard is a range
+    that no cut divides: as `min_shard_tokens` rows are neither cut off nor left over, and cuts lie at multiples of
+    `granularity`, that is up to 2 * min_shard_tokens + granularity rows. With a cap on received rows nothing is
+    promised of loads.
 
     Args:
         layout: where the tokens live.
@@ -86,10 +89,11 @@ def balance(
         window: keys a query sees, its own included; None for full causal attention.
         heads: bytes of the rows; None takes the cost model's.
         server_weights: relative speeds of the servers, integers in 0..1000000, one for each rank; None is all equal.
-            Load by weight is balanced. A server of weight 0 computes nothing, as far as others can take its work.
+            Load by weight is balanced. A server of weight 0 computes nothing, whatever that costs.
         max_received_rows: the most query plus key/value rows that a server may receive. It costs balance where it
             binds. Key/value rows that a server needs for its own queries count, but are received even where they
-            alone pass the cap.
+            alone pass the cap. Where others cannot take all that servers of weight 0 store within the cap, it is
+            doubled for that work until they can.
 
     Returns:
         The tasks, with predicted loads.
@@ -97,9 +101,11 @@ def balance(
     Raises:
         LayoutError: a layout that no plan can be made for.
         ValueError: an option out of range.
-        OverflowError: documents so long that costs leave int64.
+        OverflowError: documents so long that costs would leave int64, or cuts that would make them.
     """
     _check_options(tolerance, min_shard_tokens, granularity, window, max_received_rows)
+    granularity, shard = int(granularity), max(int(granularity), int(min_shard_tokens or 1))
+    window = None if window is None else int(window)
     terms = cost.phase(phase)
     layout.validate()
     num_ranks = layout.num_ranks
@@ -107,23 +113,29 @@ def balance(
     pieces = home_pieces(layout)
     start, end = pieces[:, PIECE_START], pieces[:, PIECE_END]
     costs = cost.cost(start, end, key_start(start, window), window, phase)
-    if float(costs.sum(dtype=np.float64)) > MAX_COST:
-        raise OverflowError(f"the layout's total cost exceeds {MAX_COST} fs: its documents are too long")
+    _check_total(costs)
     before = _sum_by(pieces[:, PIECE_RANK], costs, num_ranks)
     loads = before.tolist()
     if shares.are_kept(loads):
         return Tasks(task_rows(pieces, window), before, before)
 
+    cuts = Cuts(terms, window, granularity)
     common = dict(
         pieces=pieces,
         costs=costs,
         shares=shares,
-        cuts=Cuts(terms, window, granularity),
-        shard=max(granularity, min_shard_tokens or 1),
+        cuts=cuts,
+        shard=shard,
         row_costs=_row_costs(heads or cost.heads, phase, cost.bytes_per_second),
         max_received_rows=max_received_rows,
     )
     received = _received_at_home(pieces, num_ranks, window) if max_received_rows else [0] * num_ranks
+
+    def tasks_of(ranges: np.ndarray) -> Tasks:
+        rows = task_rows(ranges, window)
+        costs = cost.cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START], window, phase)
+        _check_total(costs)
+        return Tasks(rows, _sum_by(rows[:, SERVER], costs, num_ranks), before)
 
     def attempt(assumed_total: int) -> Tasks:
         moves = Moves(
@@ -133,17 +145,36 @@ def balance(
             assumed_total=assumed_total,
             **common,
         )
-        rows = task_rows(moves.run(), window)
-        costs = cost.cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START], window, phase)
-        return Tasks(rows, _sum_by(rows[:, SERVER], costs, num_ranks), before)
+        return tasks_of(moves.run())
 
     best = attempt(0)
-    if max_received_rows or not (terms.key_row or terms.task):
+    reached = best.loads.tolist()
+    if max_received_rows or shares.are_kept(reached):
         return best
-    # Cuts add to the total, and ranges that join take from it. Where that decides, limits that follow the total are
-    # not met by a little: look for a fixed one that is.
+    # A total below which there is none: every document in one task.
     last = np.append(pieces[1:, PIECE_DOCUMENT] != pieces[:-1, PIECE_DOCUMENT], True)
-    low, high = int(cost.cost(0 * end[last], end[last], 0 * end[last], window, phase).sum()), 0
+    least = int(cost.cost(0 * end[last], end[last], 0 * end[last], window, phase).sum())
+    if terms.key_row or terms.task:
+        best = _with_other_totals(best, attempt, shares, least)
+        reached = best.loads.tolist()
+    most = shares.promised(sum(reached), costliest_shard(terms, pieces, window, granularity, shard))
+    if all(load <= bound for load, bound in zip(reached, most, strict=True)):
+        return best
+    dealing = Dealing(pieces, costs, num_ranks, cuts, shard)
+    dealt = [tasks_of(dealing.lowest(shares, least, whole=whole)) for whole in (False, True)]
+    return min(best, *dealt, key=lambda tasks: shares.total_at(tasks.loads.tolist()))
+
+
+def _with_other_totals(best: Tasks, attempt: Callable[[int], Tasks], shares: Shares, low: int) -> Tasks:
+    """Cuts add to the total, and ranges that join take from it. Where that decides, limits that follow the total are
+    not met by a little: looks for a fixed one that is.
+
+    Args:
+        best: the plan whose limits follow the total.
+        attempt: makes the plan of a fixed total.
+        low: a total that is surely not too high.
+    """
+    high = 0
     for _ in range(_ATTEMPTS):
         reached = shares.total_at(best.loads.tolist())
         if shares.are_kept(best.loads.tolist()):
@@ -170,14 +201,17 @@ def _check_options(
     window: int | None,
     max_received_rows: int | None,
 ) -> None:
-    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-    if not number or not isfinite(tolerance) or tolerance < 0:
-        raise ValueError(f"tolerance must be a finite number >= 0, got {tolerance!r}")
+    number("tolerance", tolerance, 0, MAX_TOLERANCE)
+    integer("granularity", granularity, 1, MAX_TOKENS)
     optional = {"min_shard_tokens": min_shard_tokens, "window": window, "max_received_rows": max_received_rows}
-    given = {name: value for name, value in optional.items() if value is not None}
-    for name, value in {"granularity": granularity, **given}.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    for name, value in optional.items():
+        if value is not None:
+            integer(name, value, 1, MAX_TOKENS)
+
+
+def _check_total(costs: np.ndarray) -> None:
+    if float(costs.sum(dtype=np.float64)) > MAX_COST:
+        raise OverflowError(f"the layout's total cost exceeds {MAX_COST} fs: its documents are too long")
 
 
 def _row_costs(heads: Heads, phase: Phase, bytes_per_second: int) -> tuple[int, int]:

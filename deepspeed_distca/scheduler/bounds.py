@@ -11,6 +11,7 @@ import numpy as np
 
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import CostModel, Phase, key_start
+from deepspeed_distca.scheduler.cuts import costliest_shard
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.shares import Shares
 from deepspeed_distca.scheduler.tasks import (
@@ -65,29 +66,15 @@ def promised(
 ) -> list[int]:
     """The load of each server that ``balance`` does not exceed, without a cap on received rows.
 
-    That is (1 + tolerance) times its share; or its share plus the costliest shard, if that is more. The costliest
-    shard is what the last cut of some rank's own piece leaves: up to 2 * min_shard_tokens + granularity rows, of which
-    two parts that respect both cannot be made.
-
-    With unequal weights a fast server may rightly keep more: it stays above its limit where a shard more would put
-    every other server s above its load by weight, (load_s + shard) / weight_s >= load / weight. Multiplied by weight_s
-    and summed over all n servers that compute, load <= share + shard * (n - 1) * weight / (sum of weights).
+    That is (1 + tolerance) times its share; or its share plus the costliest shard, if that is more (with unequal
+    weights a fast server may keep a little more, see ``Shares.promised``). The costliest shard is what the last cut of
+    some rank's own piece leaves: up to 2 * min_shard_tokens + granularity rows, of which two parts that respect both
+    cannot be made. The share is of the plan's own total, to which every cut adds.
     """
     shares = Shares(server_weights, layout.num_ranks, tolerance)
-    total = int(tasks.loads.sum())
-    pieces = home_pieces(layout)
-    shard = 0
-    if len(pieces):
-        rows = 2 * max(granularity, min_shard_tokens or 1) + granularity
-        end = pieces[:, PIECE_END]
-        start = np.maximum(pieces[:, PIECE_START], end - rows)
-        shard = int(cost.cost(start, end, key_start(start, window), window, phase).max())
-    exact = Shares(server_weights, layout.num_ranks, 0).limits(total)
-    others, sum_of_weights = sum(map(bool, shares.weights)) - 1, sum(shares.weights)
-    return [
-        max(limit, share + max(shard, -(-shard * others * weight // sum_of_weights)) if weight else 0)
-        for limit, share, weight in zip(shares.limits(total), exact, shares.weights, strict=True)
-    ]
+    shard = max(granularity, min_shard_tokens or 1)
+    costliest = costliest_shard(cost.phase(phase), home_pieces(layout), window, granularity, shard)
+    return shares.promised(int(tasks.loads.sum()), costliest)
 
 
 def granules(layout: Layout, granularity: int = 128) -> np.ndarray:

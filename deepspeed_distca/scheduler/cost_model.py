@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from deepspeed_distca.given import integer, shown
 from deepspeed_distca.scheduler.heads import Heads
 
 Phase = Literal["forward", "backward"]
@@ -22,8 +23,10 @@ PHASES: tuple[Phase, ...] = ("forward", "backward")
 #: The cost unit: femtoseconds in a second.
 UNITS_PER_SECOND = 10**15
 
-#: Costs above this are refused: sums of a few of them would leave int64.
+#: Costs above this are refused: sums of a few of them would leave int64. A stored term may be half of it, so that both
+#: phases together can be weighed as one.
 MAX_COST = 2**62
+MAX_TERM = MAX_COST // 2
 
 
 def pairs(q_start: Any, q_end: Any, window: int | None = None) -> Any:
@@ -53,6 +56,9 @@ def key_start(q_start: Any, window: int | None = None) -> Any:
     return max(q_start - (window - 1), 0)
 
 
+_UNIT = " (femtoseconds)"
+
+
 @dataclass(frozen=True)
 class PhaseCost:
     """Femtoseconds of one phase of a task: pair * pairs + query_row * queries + key_row * keys + task."""
@@ -64,9 +70,7 @@ class PhaseCost:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < (1 if name == "pair" else 0):
-                low = 1 if name == "pair" else 0
-                raise ValueError(f"cost model: {name} must be an integer >= {low} (femtoseconds), got {value!r}")
+            integer(f"cost model: {name}", value, int(name == "pair"), MAX_COST, _UNIT)
 
     def __call__(self, q_start: Any, q_end: Any, k_start: Any, window: int | None = None) -> Any:
         """Cost of queries [q_start, q_end) against keys [k_start, q_end)."""
@@ -78,7 +82,11 @@ class PhaseCost:
         )
 
     def scaled(self, numerator: int, denominator: int) -> PhaseCost:
-        """Every coefficient times numerator / denominator, rounded; pair stays at least 1."""
+        """Every coefficient times numerator / denominator, rounded; pair stays at least 1.
+
+        Raises:
+            ValueError: a coefficient that leaves its limits.
+        """
         values = {k: (v * numerator + denominator // 2) // denominator for k, v in asdict(self).items()}
         values["pair"] = max(values["pair"], 1)
         return PhaseCost(**values)
@@ -119,10 +127,11 @@ class CostModel:
     latency: int = 77_906_000_000
 
     def __post_init__(self) -> None:
+        for phase in PHASES:
+            for name, value in asdict(getattr(self, phase)).items():
+                integer(f"cost model: {name} of {phase}", value, 0, MAX_TERM, _UNIT)
         for name, low in (("launch", 0), ("bytes_per_second", 1), ("latency", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"cost model: {name} must be an integer >= {low}, got {value!r}")
+            integer(f"cost model: {name}", getattr(self, name), low, MAX_TERM)
 
     @classmethod
     def fitted(cls, heads: Heads | None = None) -> CostModel:
@@ -131,13 +140,19 @@ class CostModel:
 
     def for_heads(self, heads: Heads) -> CostModel:
         """This model scaled to other heads by query heads times head dim: kernels work through every query head's
-        pairs, and in backward through every query head's key blocks. What is not a task's cost stays."""
+        pairs, and in backward through every query head's key blocks. What is not a task's cost stays.
+
+        Raises:
+            ValueError: a term that leaves its limits when it is scaled.
+        """
         if heads == self.heads:
             return self
         size, own = _work(heads), _work(self.heads)
-        return replace(
-            self, heads=heads, forward=self.forward.scaled(size, own), backward=self.backward.scaled(size, own)
-        )
+        try:
+            forward, backward = self.forward.scaled(size, own), self.backward.scaled(size, own)
+            return replace(self, heads=heads, forward=forward, backward=backward)
+        except ValueError as error:
+            raise ValueError(f"{error}, when scaled from {self.heads} to {heads}") from error
 
     @classmethod
     def area(cls, heads: Heads | None = None) -> CostModel:
@@ -201,7 +216,13 @@ class CostModel:
 
     @classmethod
     def from_terms(cls, heads: Heads, terms: Sequence[int]) -> CostModel:
-        """The model whose :attr:`terms` these are."""
+        """The model whose :attr:`terms` these are.
+
+        Raises:
+            ValueError: another number of terms, or one out of range.
+        """
+        if len(terms) != 11:
+            raise ValueError(f"cost model: expected 11 terms, got {len(terms)}")
         return cls(heads, PhaseCost(*terms[:4]), PhaseCost(*terms[4:8]), *terms[8:])
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,14 +245,13 @@ class CostModel:
         """
         known = set(cls.__dataclass_fields__)
         if not isinstance(values, Mapping) or set(values) != known:
-            raise ValueError(f"cost model: expected a mapping with the keys {sorted(known)}, got {values!r}")
+            raise ValueError(f"cost model: expected a mapping with the keys {sorted(known)}, got {shown(values)}")
         terms = {}
         for phase in PHASES:
             given = values[phase]
             if not isinstance(given, Mapping) or set(given) != set(PhaseCost.__dataclass_fields__):
-                raise ValueError(
-                    f"cost model: {phase} must have the keys {list(PhaseCost.__dataclass_fields__)}, got {given!r}"
-                )
+                keys = list(PhaseCost.__dataclass_fields__)
+                raise ValueError(f"cost model: {phase} must have the keys {keys}, got {shown(given)}")
             terms[phase] = PhaseCost(**given)
         rest = {key: values[key] for key in ("launch", "bytes_per_second", "latency")}
         return cls(Heads.from_dict(values["heads"]), terms["forward"], terms["backward"], **rest)

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from math import isqrt
 
+import numpy as np
+
 from deepspeed_distca.scheduler.cost_model import PhaseCost, key_start
+from deepspeed_distca.scheduler.tasks import PIECE_END, PIECE_START
 
 
 class Cuts:
@@ -81,3 +84,17 @@ class Cuts:
             else:
                 high = middle
         return low * self._granularity
+
+
+def costliest_shard(cost: PhaseCost, pieces: np.ndarray, window: int | None, granularity: int, shard: int) -> int:
+    """Cost of the costliest query range that no cut divides: the last 2 * shard + granularity rows of some piece, of
+    which two parts of at least `shard` rows, cut at a multiple of the granularity, cannot always be made.
+
+    Args:
+        pieces: see ``home_pieces``.
+    """
+    if not len(pieces):
+        return 0
+    end = pieces[:, PIECE_END]
+    start = np.maximum(pieces[:, PIECE_START], end - (2 * shard + granularity))
+    return int(cost(start, end, key_start(start, window), window).max())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, PhaseCost, key_start, pairs
+from deepspeed_distca.scheduler.cost_model import MAX_TERM, UNITS_PER_SECOND, PhaseCost, key_start, pairs
 
 # Reweighted passes after which the fit stands, the relative error below which a row counts as met, and the ratio of
 # predicted to measured time below which all are alike.
@@ -144,7 +144,7 @@ def fit_transfer(sizes: np.ndarray, seconds: np.ndarray) -> tuple[int, int]:
     per_byte, latency = fit_terms(np.stack([sizes, np.ones(len(sizes))], axis=1), seconds)
     if per_byte <= 0:
         raise ValueError("the measured transfers do not take longer with their size: measure larger ones")
-    return max(1, round(1 / per_byte)), round(latency * UNITS_PER_SECOND)
+    return max(1, round(min(1 / per_byte, MAX_TERM))), round(min(latency * UNITS_PER_SECOND, MAX_TERM))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from deepspeed_distca.given import integer, shown
+
+#: The most heads and elements of a head, and the most bytes of an element: far beyond any model, and so few that
+#: scaled cost models and bytes of a row stay far from int64's end.
+MAX_HEADS, MAX_ELEMENT_SIZE = 2**20, 16
+
 #: Bytes of an lse or delta entry: both are fp32 for any element type.
 _FP32 = 4
 
@@ -21,7 +27,7 @@ class Heads:
         element_size: bytes of an element of q, k, v, out and their gradients (2: bf16, fp16).
 
     Raises:
-        ValueError: a value below 1, or query heads that key/value heads do not divide.
+        ValueError: a value below 1 or above the limits, or query heads that key/value heads do not divide.
     """
 
     query: int = 32
@@ -33,10 +39,8 @@ class Heads:
     def __post_init__(self) -> None:
         for name in ("query", "key_value", "head_dim", "value_dim", "element_size"):
             value = getattr(self, name)
-            if value is None and name == "value_dim":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"heads: {name} must be an integer >= 1, got {value!r}")
+            if value is not None or name != "value_dim":
+                integer(f"heads: {name}", value, 1, MAX_ELEMENT_SIZE if name == "element_size" else MAX_HEADS)
         if self.query % self.key_value:
             raise ValueError(
                 f"heads: query ({self.query}) must be a multiple of key_value ({self.key_value}); every key/value "
@@ -99,11 +103,11 @@ class Heads:
             ValueError: not a mapping, or unknown, missing or wrong keys.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(f"heads: expected a mapping, got {values!r}")
+            raise ValueError(f"heads: expected a mapping, got {shown(values)}")
         needed, known = ("query", "key_value", "head_dim"), tuple(cls.__dataclass_fields__)
         for key in values:
             if key not in known:
-                raise ValueError(f"heads: unknown key {key!r}; allowed: {', '.join(known)}")
+                raise ValueError(f"heads: unknown key {shown(key)}; allowed: {', '.join(known)}")
         for key in needed:
             if key not in values:
                 raise ValueError(f"heads: {key!r} is missing; needed: {', '.join(needed)}")

@@ -119,6 +119,7 @@ class Moves:
             int64 [n, 4] (document, start, end, server): all query ranges, with the documents' ids.
         """
         self._fill(list(self._own), self._shares.least_room)
+        self._empty()
         self._level()
         ids = self._holdings.ids
         ranges = [(ids[p.document], p.start, p.end, rank) for rank, own in self._own.items() for p in own]
@@ -146,10 +147,13 @@ class Moves:
 
     # -- filling rooms ------------------------------------------------------------------------------------------
 
-    def _fill(self, givers: list[int], least_room: Callable[[int, int], int]) -> None:
-        """Moves from givers to servers whose room is at least `least_room`(server, total) until either runs out."""
+    def _fill(self, givers: list[int], least_room: Callable[[int, int], int], *, returning: bool = False) -> None:
+        """Moves from givers to servers whose room is at least `least_room`(server, total) until either runs out.
+
+        With `returning`, servers that gave before may take.
+        """
         self._least_room = least_room
-        self._room = {s: -self._over(s) for s in range(len(self._loads)) if s not in self._own}
+        self._room = {s: -self._over(s) for s in range(len(self._loads)) if returning or s not in self._own}
         #: (room, -server) of those who take, ascending: the last is the largest.
         self._rooms = sorted((room, -s) for s, room in self._room.items() if self._is_open(s))
         # Whoever shares the document with the largest surplus over all its homes comes first and is served to the end,
@@ -238,17 +242,31 @@ class Moves:
             best = self._better(best, server, piece, wanted)
         # Who has the document's keys. A room that is too small for anything else may do for the last remainder.
         least = min(wanted, self._least_room(server, self._total))
-        for piece in looked:
+        fitting = [self._least_fitting(piece) for piece in looked]
+        for piece, fits in zip(looked, fitting, strict=True):
+            needed = max(least, fits)
             for holder in self._holdings.servers(piece.document):
-                if holder != server and self._room.get(holder, 0) >= least:
+                if holder != server and self._room.get(holder, 0) >= needed:
                     best = self._better(best, holder, piece, wanted)
         if best is None and (self._cap is not None or room < rooms[-1][0]):
-            for _, minus_server in reversed(rooms):
-                for piece in looked:
-                    best = self._better(best, -minus_server, piece, wanted)
+            for room, minus_server in reversed(rooms):
+                for piece, fits in zip(looked, fitting, strict=True):
+                    if room >= fits:
+                        best = self._better(best, -minus_server, piece, wanted)
                 if best is not None:
                     break
         return best
+
+    def _least_fitting(self, piece: Piece) -> int:
+        """A room below which no part of the piece fits, whatever it extends."""
+        cost, _, start, end = piece
+        cuts = self._cuts
+        below, above = cuts.joined(start), cuts.joined(end)
+        lowest, highest = cuts.limits(start, end, self._shard)
+        least = cost - below - above
+        if lowest <= highest:
+            least = min(least, cuts.cost(start, lowest) - below, cuts.cost(highest, end) - above)
+        return least
 
     def _follow(self, server: int, document: int) -> tuple[int, Move | None]:
         """The best move to a server with room left: rows of the same document from any of its homes."""
@@ -359,6 +377,34 @@ class Moves:
         if place < len(self._rooms) and self._rooms[place] == entry:
             del self._rooms[place]
         self._room[server] = -self._over(server)
+
+    # -- servers that are to compute nothing ----------------------------------------------------------------------
+
+    def _empty(self) -> None:
+        """Lets others compute what servers of weight 0 still have, whatever that costs.
+
+        Limits are raised, by twice as much every time, until all of it is taken; once one server may have everything,
+        the cap on received rows is doubled. Afterwards both are as before, for levelling among the others.
+        """
+        givers = [r for r, own in self._own.items() if own and not self._shares.weights[r]]
+        if not givers:
+            return
+        before = self._limits, self._assumed_total, self._cap
+        base, step = self._assumed_total or self._total, sum(self._loads[r] for r in givers)
+        enough = self._shares.total_for_one(self._total)
+        while givers:
+            if self._cap is None or self._assumed_total < enough:
+                self._assumed_total = base + step
+                self._limits = self._shares.limits(self._assumed_total)
+                step *= 2
+            else:
+                self._cap *= 2
+            self._fill(givers, lambda server, total: 1, returning=True)
+            enough = max(enough, self._shares.total_for_one(self._total))
+            givers = [r for r in givers if self._own[r]]
+        self._limits, self._assumed_total, self._cap = before
+        if not self._assumed_total:
+            self._limits = self._shares.limits(self._total)
 
     # -- where shards are coarser than the room that is left --------------------------------------------------------
 

@@ -27,6 +27,9 @@ from deepspeed_distca.scheduler.relays import DEFAULT_RULE, RelayRule, relays
 PEER, HOME_ROW, WORK_ROW, ROWS = range(4)
 _TASK_DOCUMENT, _Q_START, _Q_END, _K_START, _SERVER = range(5)
 
+#: Of one kind of rows in all.
+_MAX_BYTES = 2**61
+
 TaskCost = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -179,7 +182,11 @@ class PlanCompiler:
         return any(bool((runs[:, 0] != runs[:, 1]).any()) for runs in (self._q_runs, self._kv_runs))
 
     def bytes_between(self, heads: Heads, phase: str) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of one layer from each rank to each, out and back: int64 [sender, receiver] each."""
+        """Bytes of one layer from each rank to each, out and back: int64 [sender, receiver] each.
+
+        Raises:
+            OverflowError: see :func:`bytes_of`.
+        """
         if phase == "forward":
             q_out, q_back, kv_back = heads.q_bytes, heads.return_bytes, 0
         else:
@@ -194,11 +201,11 @@ class PlanCompiler:
             return out, back
         for runs, there, returned in ((self._q_runs, q_out, q_back), (self._kv_runs, heads.kv_bytes, kv_back)):
             server, home, rows = runs[runs[:, 0] != runs[:, 1]][:, [0, 1, 4]].T
-            np.add.at(out, (home, server), rows * there)
-            np.add.at(back, (server, home), rows * returned)
+            np.add.at(out, (home, server), bytes_of(rows, there))
+            np.add.at(back, (server, home), bytes_of(rows, returned))
         server, relay, home, _, _, rows = self.relayed().T
-        np.add.at(out, (relay, server), rows * heads.kv_bytes)
-        np.add.at(out, (home, server), -rows * heads.kv_bytes)
+        np.add.at(out, (relay, server), bytes_of(rows, heads.kv_bytes))
+        np.add.at(out, (home, server), -bytes_of(rows, heads.kv_bytes))
         return out, back
 
     def loads(self, cost: TaskCost) -> tuple[np.ndarray, np.ndarray]:
@@ -288,6 +295,17 @@ class _SegmentIndex:
         rows = np.minimum(self.end[segment], hi[which]) - start
         row = self.row[segment] + start - self.start[segment]
         return which, self.rank[segment], row, start - lo[which], rows
+
+
+def bytes_of(rows: np.ndarray, size: int) -> np.ndarray:
+    """Bytes of so many rows of a size, int64 like `rows`.
+
+    Raises:
+        OverflowError: all of them together would leave int64, or sums of two of them.
+    """
+    if float(rows.sum(dtype=np.float64)) * size > _MAX_BYTES:
+        raise OverflowError(f"moved rows of {size} bytes exceed {_MAX_BYTES} bytes in all: the heads are too large")
+    return rows * size
 
 
 def _rows_within(group: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -17,8 +17,10 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from deepspeed_distca.scheduler.cost_model import MAX_COST, CostModel
+from deepspeed_distca.given import shown
+from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.strict_json import loads
 
 logger = logging.getLogger(__name__)
 
@@ -81,23 +83,22 @@ class Profile:
         """
         if not isinstance(values, Mapping) or "format" not in values:
             raise ProfileError('not a cost model profile: expected a JSON object with a key "format"')
-        if values["format"] != FORMAT:
-            raise ProfileError(f"its format is {values['format']!r}, this version of deepspeed_distca reads {FORMAT}")
+        if type(values["format"]) is not int or values["format"] != FORMAT:
+            given = shown(values["format"])
+            raise ProfileError(f"its format is {given}, this version of deepspeed_distca reads {FORMAT}")
         names = tuple(Setting.__dataclass_fields__)
         known = {"format", *names, "cost_model", "about"}
         if set(values) != known:
             raise ProfileError(f"expected the keys {', '.join(sorted(known))}, got {', '.join(sorted(values))}")
         for name in names:
             if not isinstance(values[name], str) or not values[name]:
-                raise ProfileError(f"{name} must be a string that is not empty, got {values[name]!r}")
+                raise ProfileError(f"{name} must be a string that is not empty, got {shown(values[name])}")
         if not isinstance(values["about"], Mapping):
-            raise ProfileError(f"about must be an object, got {values['about']!r}")
+            raise ProfileError(f"about must be an object, got {shown(values['about'])}")
         try:
             cost = CostModel.from_dict(values["cost_model"])
         except ValueError as error:
             raise ProfileError(str(error)) from error
-        if max(cost.terms) > MAX_COST:
-            raise ProfileError(f"a term of the cost model exceeds {MAX_COST}")
         return cls(Setting(*(values[name] for name in names)), cost, values["about"])
 
     def save(self, path: Path) -> None:
@@ -112,20 +113,28 @@ class Profile:
         unfinished.replace(path)
 
     @classmethod
-    def load(cls, path: Path) -> Profile:
+    def load(cls, path: Path, heads: Heads | None = None) -> Profile:
         """Reads a file.
 
+        Args:
+            heads: that its cost model is going to be scaled to.
+
         Raises:
-            ProfileError: it is not there, cannot be read or is no profile.
+            ProfileError: it is not there, cannot be read, is no profile, or cannot be scaled to those heads.
         """
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            profile = cls.from_dict(loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ProfileError(f"{path}: {error.strerror or error}") from error
         except ProfileError as error:
             raise ProfileError(f"{path}: {error}") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ProfileError(f"{path}: not valid JSON: {error}") from error
+        try:
+            profile.cost.for_heads(heads or profile.cost.heads)
+        except ValueError as error:
+            raise ProfileError(f"{path}: {error}") from error
+        return profile
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,7 @@ def choose(
         ProfileError: the file at `path` cannot be used.
     """
     if path is not None:
-        profile = Profile.load(Path(path))
+        profile = Profile.load(Path(path), heads)
         source = f"of {path}, measured on {profile.setting.device} with {profile.setting.kernel}"
         return Choice(profile.cost.for_heads(heads), source + _scaled(profile.cost.heads, heads))
     broken: list[str] = []
@@ -193,7 +202,7 @@ def _cached(wanted: Setting, heads: Heads, folder: Path | None, broken: list[str
     others = sorted(folder.glob(f"{_stem(wanted)}-*-{wanted.dtype}.json"))
     for paths in ([exact] if os.path.exists(exact) else [], [path for path in others if path != exact]):
         found = []
-        for profile, path in _load_all(paths, broken):
+        for profile, path in _load_all(paths, heads, broken):
             given = profile.setting
             if (given.device, given.kernel, given.dtype) == (wanted.device, wanted.kernel, wanted.dtype):
                 found.append((profile, path))
@@ -212,7 +221,7 @@ def _cached(wanted: Setting, heads: Heads, folder: Path | None, broken: list[str
 def _shipped(wanted: Setting, heads: Heads, folder: Path) -> Choice | None:
     found = [
         (profile, path)
-        for profile, path in _load_all(sorted(folder.glob("*.json")), None)
+        for profile, path in _load_all(sorted(folder.glob("*.json")), heads, None)
         if profile.setting.kernel == wanted.kernel and profile.setting.dtype == wanted.dtype
     ]
     own = [x for x in found if x[0].setting.device == wanted.device]
@@ -230,11 +239,12 @@ def _default(heads: Heads) -> Choice:
     return Choice(CostModel.fitted(heads), f"of flash_attn_4 on an H200 by default ({_REMEDY})")
 
 
-def _load_all(paths: Iterable[Path], broken: list[str] | None) -> Iterable[tuple[Profile, Path]]:
-    """The profiles that can be read; what is wrong with the others goes to `broken`, or is raised where it is None."""
+def _load_all(paths: Iterable[Path], heads: Heads, broken: list[str] | None) -> Iterable[tuple[Profile, Path]]:
+    """The profiles that can be read and scaled to these heads; what is wrong with the others goes to `broken`, or is
+    raised where that is None."""
     for path in paths:
         try:
-            yield Profile.load(path), path
+            yield Profile.load(path, heads), path
         except ProfileError as error:
             if broken is None:
                 raise

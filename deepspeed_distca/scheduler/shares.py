@@ -12,6 +12,9 @@ _TOLERANCE_UNIT = 10**9
 #: The largest weight of a server.
 MAX_WEIGHT = 10**6
 
+#: The largest tolerance: beyond any balance that there can be.
+MAX_TOLERANCE = 10**9
+
 
 class Shares:
     """Each server's share of a total load, by weight, and its limit: the share times (1 + tolerance)."""
@@ -20,7 +23,7 @@ class Shares:
         """Args:
             weights: relative speeds of the servers, integers in 0..1000000; None is all equal.
             num_ranks: how many servers there are.
-            tolerance: finite and >= 0; taken to the nearest 1e-9.
+            tolerance: in 0..1000000000; taken to the nearest 1e-9.
 
         Raises:
             ValueError: weights of a wrong number or kind, or all 0.
@@ -48,6 +51,29 @@ class Shares:
             if weight
         )
 
+    def promised(self, total: int, shard: int) -> list[int]:
+        """The load of each server that is not exceeded where nothing is cut finer than a shard of that cost.
+
+        That is its limit; or its share plus the shard, if that is more. With unequal weights a fast server may rightly
+        keep more: it stays above its limit where a shard more would put every other server s above its load by
+        weight, (load_s + shard) / weight_s >= load / weight. Multiplied by weight_s and summed over all n servers
+        that compute, load <= share + shard * (n - 1) * weight / (sum of weights).
+        """
+        others = sum(map(bool, self.weights)) - 1
+        return [
+            max(
+                limit,
+                self._part(total, weight, _TOLERANCE_UNIT) + max(shard, -(-shard * others * weight // self._sum)),
+            )
+            if weight
+            else 0
+            for limit, weight in zip(self.limits(total), self.weights, strict=True)
+        ]
+
+    def total_for_one(self, load: int) -> int:
+        """A total load of which the fastest server may have this load."""
+        return -(-load * self._sum // max(self.weights))
+
     def least_room(self, server: int, total: int) -> int:
         """What a server below its share has at least left below its limit; never 0."""
         return max(1, self._part(total, self.weights[server], self._slack))
@@ -55,7 +81,7 @@ class Shares:
     def relative(self, server: int, load: int) -> int:
         """Load by weight, comparable between servers."""
         weight = self.weights[server]
-        return (load << 20) // weight if weight else load << 60
+        return (load << 20) // weight if weight else load << 90
 
     def _part(self, total: int, weight: int, factor: int) -> int:
         return total * weight * factor // (self._sum * _TOLERANCE_UNIT)

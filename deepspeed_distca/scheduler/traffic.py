@@ -10,7 +10,7 @@ import numpy as np
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import Phase
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.plan import PlanCompiler, bytes_of
 from deepspeed_distca.scheduler.tasks import (
     K_START,
     PIECE_DOCUMENT,
@@ -41,15 +41,19 @@ class Traffic(NamedTuple):
     dispatched_kv_rows: np.ndarray
 
     def dispatch_bytes(self, heads: Heads, phase: Phase = "forward") -> np.ndarray:
-        """[sender, receiver] bytes on the way out: q, k, v; in backward dout, lse and delta as well."""
+        """[sender, receiver] bytes on the way out: q, k, v; in backward dout, lse and delta as well.
+
+        Raises:
+            OverflowError: see ``plan.bytes_of``; so does :meth:`return_bytes`.
+        """
         q = heads.q_bytes if phase == "forward" else heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes
-        return self.q_rows * q + self.dispatched_kv_rows * heads.kv_bytes
+        return bytes_of(self.q_rows, q) + bytes_of(self.dispatched_kv_rows, heads.kv_bytes)
 
     def return_bytes(self, heads: Heads, phase: Phase = "forward") -> np.ndarray:
         """[sender, receiver] bytes on the way back, from servers to homes: out and lse; in backward dq, dk, dv."""
         if phase == "forward":
-            return (self.q_rows * heads.return_bytes).T
-        return (self.q_rows * heads.q_bytes + self.kv_rows * heads.kv_bytes).T
+            return bytes_of(self.q_rows, heads.return_bytes).T
+        return (bytes_of(self.q_rows, heads.q_bytes) + bytes_of(self.kv_rows, heads.kv_bytes)).T
 
 
 def traffic(layout: Layout, tasks: Tasks | np.ndarray) -> Traffic:

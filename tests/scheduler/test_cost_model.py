@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_distca.scheduler.cost_model import CostModel, PhaseCost, key_start, pairs
+from deepspeed_distca.scheduler.cost_model import MAX_COST, MAX_TERM, CostModel, PhaseCost, key_start, pairs
 from deepspeed_distca.scheduler.cuts import Cuts
 from deepspeed_distca.scheduler.heads import Heads
 from tests.scheduler.checks import visible_pairs
@@ -116,6 +116,36 @@ def test_refuses_wrong_profiles(change):
         CostModel.from_dict({**CostModel.fitted().to_dict(), **change})
 
 
+def test_terms_are_checked_when_they_are_scaled():
+    large = CostModel(Heads(1, 1, 1), forward=PhaseCost(1, task=MAX_TERM))
+    assert large.for_heads(Heads(1, 1, 1)) is large
+    with pytest.raises(
+        ValueError, match=r"task.*must be an integer >= 0 and <= 4611686018427387904.*scaled from.*query=1"
+    ):
+        large.for_heads(Heads(4, 1, 128))
+    half = CostModel(Heads(1, 1, 1), backward=PhaseCost(1, key_row=MAX_TERM))
+    with pytest.raises(ValueError, match="key_row of backward.*<= 2305843009213693952.*scaled from"):
+        half.for_heads(Heads(2, 2, 1))
+    largest = CostModel.fitted(Heads(2**20, 2**20, 2**20, element_size=16))
+    assert max(largest.terms) <= MAX_TERM
+
+
+@pytest.mark.parametrize(
+    "value", [MAX_COST + 1, pytest.param(10**5000, id="digits"), -1, 1.0, float("nan"), True, "1", None, [1]]
+)
+@pytest.mark.parametrize("name", ["pair", "query_row", "key_row", "task"])
+def test_refuses_wrong_terms_by_name(name, value):
+    with pytest.raises(ValueError, match=f"cost model: {name} must be an integer"):
+        PhaseCost(**{"pair": 1, name: value})
+
+
+def test_refuses_terms_of_another_number():
+    terms = CostModel.fitted().terms
+    for wrong in (terms[:-1], (*terms, 1), ()):
+        with pytest.raises(ValueError, match="expected 11 terms"):
+            CostModel.from_terms(Heads(), wrong)
+
+
 def test_refuses_unknown_phases_and_endless_documents():
     with pytest.raises(ValueError, match="forward, backward"):
         CostModel.fitted().phase("sideways")
@@ -142,6 +172,13 @@ def test_seconds_and_transfers():
         {"query": 4, "key_value": 1},
         {"query": 4, "key_value": 1, "head_dim": 8, "head_dims": 8},
         {"query": 4, "key_value": 1, "head_dim": None},
+        {"query": 2**20 + 1, "key_value": 1, "head_dim": 8},
+        {"query": 4, "key_value": 1, "head_dim": 10**18},
+        {"query": 4, "key_value": 1, "head_dim": 8, "element_size": 17},
+        {"query": 4, "key_value": 1, "head_dim": 8, "value_dim": float("inf")},
+        {"query": [[4]], "key_value": 1, "head_dim": 8},
+        "heads",
+        None,
         [4, 1, 8],
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_distca.scheduler import CostModel, Heads
-from deepspeed_distca.scheduler.cost_model import MAX_COST, PhaseCost
+from deepspeed_distca.scheduler.cost_model import MAX_COST, MAX_TERM, PhaseCost
 from deepspeed_distca.scheduler.profiles import (
     SHIPPED,
     Profile,
@@ -118,6 +118,7 @@ def broken(change: dict) -> bytes:
 
 
 COST = profile().cost.to_dict()
+DEAR = {**COST["forward"], "task": MAX_TERM}
 BROKEN = {
     "empty": (b"", "not valid JSON"),
     "cut off": (broken({})[:100], "not valid JSON"),
@@ -130,7 +131,22 @@ BROKEN = {
     "about": (broken({"about": 3}), "about must be"),
     "float": (broken({"cost_model": {**COST, "launch": 1.5}}), "launch must be"),
     "no phase": (broken({"cost_model": {k: v for k, v in COST.items() if k != "forward"}}), "forward"),
-    "beyond int64": (broken({"cost_model": {**COST, "latency": MAX_COST + 1}}), "exceeds"),
+    "beyond int64": (broken({"cost_model": {**COST, "latency": MAX_COST + 1}}), "latency must be"),
+    "nan": (broken({"cost_model": {**COST, "latency": float("nan")}}), "latency must be"),
+    "infinite": (broken({"cost_model": {**COST, "bytes_per_second": float("inf")}}), "bytes_per_second must be"),
+    "negative": (broken({"cost_model": {**COST, "backward": {**COST["backward"], "task": -1}}}), "task must be"),
+    "text": (broken({"cost_model": {**COST, "forward": {**COST["forward"], "pair": "9"}}}), "pair must be"),
+    "a flag": (broken({"cost_model": {**COST, "launch": True}}), "launch must be"),
+    "a flag for its format": (broken({"format": True}), "format is True"),
+    "digits": (broken({}).replace(b"89", b"8" * 5000), "digits"),
+    "twice": (broken({})[:-1] + b', "format": 1}', "'format' is repeated"),
+    "half a phase": (broken({"cost_model": {**COST, "backward": {"pair": 1}}}), "backward must have the keys"),
+    "no cost model": (broken({"cost_model": None}), "expected a mapping"),
+    "heads": (broken({"cost_model": {**COST, "heads": {**COST["heads"], "query": 2**40}}}), "query must be"),
+    "scaled beyond int64": (
+        broken({"cost_model": {**COST, "heads": {**COST["heads"], "query": 8}, "forward": DEAR}}),
+        "task must be",
+    ),
     "other device": (broken({"device": "NVIDIA H200"}), "its name says NVIDIA A100"),
 }
 

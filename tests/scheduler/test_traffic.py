@@ -33,6 +33,16 @@ def test_rows_are_those_counted_one_by_one(layout, cost, window):
         assert homes_of(layout, rows) == expected
 
 
+def test_bytes_beyond_int64_are_refused():
+    layout, heads = Layout.from_lengths([[800_000], []]), Heads(2**20, 2**20, 2**20, element_size=16)
+    rows = np.array([[0, 0, 400_000, 0, 0], [0, 400_000, 800_000, 0, 1]])
+    moved = traffic(layout, rows)
+    for phase in ("forward", "backward"):
+        for size in (moved.dispatch_bytes, moved.return_bytes, PlanCompiler(layout, rows).bytes_between):
+            with pytest.raises(OverflowError, match="heads are too large"):
+                size(heads, phase)
+
+
 @settings(max_examples=40, deadline=None)
 @given(layout=SMALL, cost=st.sampled_from(sorted(COSTS)), window=windows())
 def test_bytes_are_those_of_the_compiled_plan(layout, cost, window):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,20 +23,29 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
 from transformers import PreTrainedModel
 
-from deepspeed_distca.attention_server.agreement import Agreement, MicroBatch, agreement_group, fingerprint
+import deepspeed_distca
+from deepspeed_distca.attention_server.agreement import (
+    Agreement,
+    AgreementError,
+    MicroBatch,
+    agreement_group,
+    fingerprint,
+)
 from deepspeed_distca.attention_server.exchange import exchange_group
 from deepspeed_distca.attention_server.exchange_choice import make_exchange
+from deepspeed_distca.attention_server.hello import Hello, Meeting, say_hello
 from deepspeed_distca.attention_server.kernels import KernelError, select_kernel
 from deepspeed_distca.attention_server.pending import PendingPlan
 from deepspeed_distca.attention_server.runtime import AttentionServer, MicroBatchPlan, NanoBatches
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.tasks import AttentionSpec
-from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
-from deepspeed_distca.integrations.cost_choice import agreed_cost_model
+from deepspeed_distca.attention_server.watch import Watch
+from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config, parse_config
+from deepspeed_distca.integrations.cost_choice import cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.integrations.monitor import StepMonitor
 from deepspeed_distca.integrations.optional_ping_pong import OptionalPingPong
 from deepspeed_distca.integrations.ping_pong import PingPong, row_dependent_rope
-from deepspeed_distca.integrations.pipeline.runtime import PipelineRuntime
+from deepspeed_distca.integrations.pipeline.runtime import PipelineRuntime, PreparedPipeline
 from deepspeed_distca.integrations.plan_options import plan_options
 from deepspeed_distca.integrations.server_weights import agreed_weights, weights_of_servers
 from deepspeed_distca.integrations.transformers import (
@@ -48,8 +58,11 @@ from deepspeed_distca.integrations.transformers import (
 from deepspeed_distca.integrations.twice_called import TwiceCalled
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.profiles import Choice
 
 _ORIGINAL = "_distca_original"
+#: Seconds that a rank without a block waits for the others, which may have one.
+_QUIET_SECONDS = 30.0
 
 
 def install() -> None:
@@ -60,12 +73,23 @@ def install() -> None:
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> tuple:
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except Exception as error:
+            _tell_of(error)
+            raise
         attach(result[0])
         return result
 
     setattr(initialize, _ORIGINAL, original)
     deepspeed.initialize = initialize
+
+
+def _tell_of(error: Exception) -> None:
+    """Ranks whose engine is made must not wait for this one, whose is not."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with suppress(AgreementError):
+            say_hello(Hello("unknown", error=f"deepspeed.initialize raised {type(error).__name__}: {error}"), 0.0)
 
 
 #: By decoder the runtime whose hooks it has. Runtimes hold the decoder, so that they are held weakly as well.
@@ -78,45 +102,121 @@ def uninstall() -> None:
 
 
 def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -> DeepSpeedEngine:
-    """Disaggregates the core attention of an engine's model, as its config's ``distca`` block says. Collective.
+    """Disaggregates the core attention of an engine's model, as its config's ``distca`` block says. To be called on
+    all ranks, also on those without a block: before anything else they tell each other what they run.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned; given back, with ``engine.distca`` set if there is a block.
+        engine: what ``deepspeed.initialize`` returned; given back, with ``engine.distca`` set if there is a block. An
+            engine that has the plugin already is given back as it is; one that was detached gets it anew.
         config: options to use in place of the engine's block.
 
     Raises:
         DistCAConfigError: a block that cannot be used, or an engine with which it cannot be combined.
         UnsupportedModelError: a model whose attention cannot be dispatched exactly.
+        AgreementError: another rank has no block, another one, another model, or an error; on all ranks, within the
+            block's ``timeout_seconds``.
     """
-    options = get_distca_config({BLOCK: config} if config is not None else engine.config)
-    if options is None or getattr(engine, "distca", None) is not None:
+    options, prepared, error = None, None, None
+    hello, seconds = Hello("off"), _QUIET_SECONDS
+    attached = getattr(engine, "distca", None)
+    if attached is not None and attached.detached:
+        attached = None
+    try:
+        given = {BLOCK: config} if config is not None else engine.config
+        options = get_distca_config(given)
+        if attached is not None:
+            if config is not None:
+                raise DistCAConfigError("the engine has the plugin already; call engine.distca.detach() first")
+            hello, seconds = Hello("on", {"whether the plugin is attached already": True}), options.timeout_seconds
+        elif options is not None:
+            seconds = options.timeout_seconds
+            prepared = _prepare(engine, options)
+            hello = Hello("on", {**_facts(engine, options), **prepared.same}, prepared.own)
+        elif given.get(BLOCK) is not None:
+            seconds = min(seconds, parse_config(given[BLOCK]).timeout_seconds)
+    except Exception as raised:  # whatever it is, all ranks must know
+        error = raised
+        hello = Hello("on", error=f"{type(raised).__name__}: {raised}")
+    meeting = _meet(hello, seconds, error)
+    if attached is not None or options is None:
         return engine
-    _check_engine(engine)
     if isinstance(engine, PipelineEngine):
-        if options.overlap == "ping_pong":
-            raise DistCAConfigError(
-                f'`{BLOCK}.overlap` "ping_pong" cannot be combined with pipeline stages, whose layers are not one '
-                'forward; allowed: "none", "local_first"'
-            )
-        module = engine.module
-        heads = heads_of(module.config, next(module.parameters()).dtype) if hasattr(module, "config") else None
-        engine.distca = PipelineRuntime(engine, options, heads)
+        engine.distca = PipelineRuntime(engine, options, prepared, meeting)
     else:
-        earlier = _hooked(find_decoder(engine.module))
+        earlier = _hooked(prepared.decoder)
         if earlier is not None:
             # Hooks of two engines would plan every micro-batch twice, and weigh its loss by neither.
             if dist.get_rank() == 0:
                 print("distca: an earlier engine of this model computes core attention without the plugin from now on")
             earlier.detach()
-        engine.distca = Runtime(engine, options)
+        engine.distca = Runtime(engine, options, prepared, meeting)
     engine._config.distca_config = options  # shown in DeepSpeed's dump of its configuration
     return engine
+
+
+def _prepare(engine: DeepSpeedEngine, options: DistCAConfig) -> PreparedDecoder | PreparedPipeline:
+    """What this rank can find out alone."""
+    if not isinstance(engine, PipelineEngine):
+        return Runtime.prepare(engine, options)
+    if options.overlap == "ping_pong":
+        raise DistCAConfigError(
+            f'`{BLOCK}.overlap` "ping_pong" cannot be combined with pipeline stages, whose layers are not one '
+            'forward; allowed: "none", "local_first"'
+        )
+    module = engine.module
+    heads = heads_of(module.config, next(module.parameters()).dtype) if hasattr(module, "config") else None
+    return PipelineRuntime.prepare(engine, options, heads)
+
+
+def _meet(hello: Hello, seconds: float, error: Exception | None) -> Meeting:
+    """Says hello, and raises where the ranks cannot go on together: this rank's own error, if it has one."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        try:
+            number, hellos = say_hello(hello, seconds)
+        except AgreementError:
+            if error is not None:
+                raise error from None
+            raise
+        return Meeting(f"engine{number}", hellos or [])
+    if error is not None:
+        raise error
+    return Meeting("alone", [hello])
+
+
+def _facts(engine: DeepSpeedEngine, options: DistCAConfig) -> dict[str, Any]:
+    """What must be the same on all ranks whatever the kind of engine, by the name that an error gives it."""
+    return {
+        "the version of deepspeed_distca": deepspeed_distca.__version__,
+        "the class of the engine": type(engine).__name__,
+        **{f"`{BLOCK}.{name}`": value for name, value in options.model_dump(mode="json").items()},
+        "the ZeRO stage": engine.zero_optimization_stage(),
+        "the number of gradient accumulation steps": engine.gradient_accumulation_steps(),
+        "the kind of device": engine.device.type,
+    }
 
 
 def _hooked(decoder: PreTrainedModel) -> Runtime | None:
     """The runtime whose hooks a decoder has."""
     found = _RUNTIMES.get(decoder)
     return None if found is None else found()
+
+
+@dataclass(frozen=True)
+class PreparedDecoder:
+    """What a rank knows of its engine's model before it meets the others.
+
+    Attributes:
+        choice: the cost model, on rank 0 alone.
+        same, own: what it says of itself: see :class:`Hello`.
+    """
+
+    decoder: PreTrainedModel
+    modules: list[torch.nn.Module]
+    windows: list[int | None]
+    heads: Heads
+    choice: Choice | None
+    same: dict[str, Any]
+    own: dict[str, Any]
 
 
 class Runtime:
@@ -126,58 +226,98 @@ class Runtime:
         config: the options in force.
         server_weights: of the data-parallel ranks, as given or as measured; None where none were asked for.
         server: this rank's attention server.
+        detached: whether it is out of use.
         place: its number among the servers that share attention, and how many these are.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, config: DistCAConfig) -> None:
-        self._decoder = decoder = find_decoder(engine.module)
+    def __init__(
+        self, engine: DeepSpeedEngine, config: DistCAConfig, prepared: PreparedDecoder, meeting: Meeting
+    ) -> None:
+        self.config, self.detached = config, False
+        self._engine, self._decoder = engine, prepared.decoder
+        self._watch = Watch(meeting.name, config.timeout_seconds)
+        self._wrapped: dict[str, Any] = {}
+        try:
+            with self._watch.phase("attach"):
+                self._set_up(engine, config, prepared, meeting)
+        except BaseException:
+            self._watch.close()
+            raise
+
+    @staticmethod
+    def prepare(engine: DeepSpeedEngine, config: DistCAConfig) -> PreparedDecoder:
+        """All that this rank can find out about its engine alone, before it meets the others.
+
+        Raises:
+            DistCAConfigError, UnsupportedModelError: see :func:`attach`.
+        """
+        _check_engine(engine)
+        decoder = find_decoder(engine.module)
         modules = attention_modules(decoder)
         windows = attention_windows(modules)
         heads = heads_of(decoder.config.get_text_config(), next(decoder.parameters()).dtype)
         dtype = _attention_dtype(engine)
-        choice = agreed_cost_model(config, heads, device=engine.device, dtype=dtype, window=windows[0])
+        ranks = sorted(dist.get_process_group_ranks(engine.data_parallel_group))
+        if len(ranks) % (config.servers or 1):
+            raise DistCAConfigError(
+                f"`{BLOCK}.servers` was given {config.servers}; allowed: a divisor of the {len(ranks)} data-parallel "
+                "ranks"
+            )
+        same = {
+            "the class of the model": type(decoder).__name__,
+            "the number of attention layers": len(modules),
+            "the windows of attention layers": windows,
+            "the attention heads": asdict(heads),
+            "the data type of attention": str(dtype),
+            "the number of data-parallel ranks": len(ranks),
+        }
+        choice = own_cost_model(config, heads, device=engine.device, dtype=dtype, window=windows[0])
+        return PreparedDecoder(decoder, modules, windows, heads, choice, same, {"ranks": ranks, **cost_to_say(choice)})
+
+    def _set_up(
+        self, engine: DeepSpeedEngine, config: DistCAConfig, prepared: PreparedDecoder, meeting: Meeting
+    ) -> None:
+        """Collective: makes the groups, and all that lives on them."""
+        decoder, modules, windows, heads = prepared.decoder, prepared.modules, prepared.windows, prepared.heads
+        watch, timeout = self._watch, timedelta(seconds=config.timeout_seconds)
+        choice = said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
         cost, source = choice.cost, choice.source
-        self.config = config
-        timeout = timedelta(seconds=config.timeout_seconds)
-        rank_groups = _data_parallel_groups(engine)
+        rank_groups = [list(ranks) for ranks in sorted({tuple(hello.own["ranks"]) for hello in meeting.hellos})]
         mine = next(g for g in rank_groups if dist.get_rank() in g)
         servers = config.servers or len(mine)
-        if len(mine) % servers:
-            raise DistCAConfigError(
-                f"`{BLOCK}.servers` was given {servers}; allowed: a divisor of the {len(mine)} data-parallel ranks"
-            )
         server_groups = [g[i : i + servers] for g in rank_groups for i in range(0, len(g), servers)]
         self.place = mine.index(dist.get_rank()) % servers, servers
-        self.server_weights = agreed_weights(config, engine.device, rank_groups, servers)
+        # First of all: what follows is said and done on groups with a time limit.
+        everyone = agreement_group([list(range(dist.get_world_size()))], timeout)
+        watch.cover(everyone)
+        self._everyone = Agreement(everyone, 1, 0, watch)
+        self.server_weights = agreed_weights(config, engine.device, rank_groups, servers, everyone)
         weights = weights_of_servers(self.server_weights, len(mine), servers, mine.index(dist.get_rank()))
         options = plan_options(config, engine.device, decoder.config.get_text_config(), weights)
         nano_batches = _nano_batches(config, engine, decoder, servers, len(mine))
-        # All ranks have the same options but for the weights of their servers.
-        common = fingerprint(
-            replace(options, server_weights=None),
-            self.server_weights,
-            cost,
-            windows,
-            config.kernel,
-            config.token_weighted_loss,
-            config.keep_attention,
-            nano_batches,
-        )
-        self._groups = [exchange_group(server_groups, engine.device, timeout)]
-        agreement = agreement_group(rank_groups, timeout)
-        self._groups.append(agreement)
+        # The block is the same on all ranks; this is what else plans depend on, but for the weights of their servers.
+        common = fingerprint(replace(options, server_weights=None), self.server_weights, cost, windows, nano_batches)
+        exchanging = exchange_group(server_groups, engine.device, timeout)
+        agreeing = everyone if len(rank_groups) == 1 else agreement_group(rank_groups, timeout)
+        self._groups = [everyone, exchanging, agreeing]
+        if agreeing is not everyone:
+            watch.cover(agreeing)
         if engine.device.type == "cuda":
             # Sets the communicator up while all ranks are here: later calls may involve only some of them.
-            dist.barrier(self._groups[0], device_ids=[engine.device.index])
+            dist.barrier(exchanging, device_ids=[engine.device.index])
+            watch.cover_device(exchanging.abort)
+        else:
+            watch.cover(exchanging)
         exchange = make_exchange(
             config.exchange,
-            self._groups[0],
+            exchanging,
             engine.device,
             timeout=config.timeout_seconds,
             staging_mib=config.staging_mib,
+            watch=watch,
         )
         self.server = AttentionServer(
-            agreement=Agreement(agreement, servers, common),
+            agreement=Agreement(agreeing, servers, common, watch),
             exchange=exchange,
             server=self.place[0],
             cost=cost,
@@ -190,6 +330,7 @@ class Runtime:
             ranks=len(mine),
             step=lambda: engine.global_steps,
             ping_pong=nano_batches,
+            watch=watch,
         )
         self._hooks = DecoderHooks(
             decoder,
@@ -200,6 +341,9 @@ class Runtime:
             keep_attention=config.keep_attention,
         )
         _RUNTIMES[decoder] = weakref.ref(self)
+        self._forward_end = decoder.register_forward_hook(torch.compiler.disable(self._forward_over))
+        for name, phase in (("backward", "backward"), ("step", "optimizer step")):
+            self._follow(name, phase)
         self._ping_pong: PingPong | OptionalPingPong | None = None
         if config.overlap == "ping_pong":
             self._ping_pong = PingPong(decoder, modules)
@@ -229,11 +373,13 @@ class Runtime:
 
     def plan(self, description: Description | Exception, device: torch.device) -> tuple[PendingPlan, torch.Tensor]:
         """See ``integrations.transformers.Planner``."""
+        self._watch.begin()
         given = description
         if isinstance(description, Description):
             optional = isinstance(self._ping_pong, OptionalPingPong)
             in_two = optional and self._ping_pong.ready(self.server.favoured_two)
-            given = MicroBatch(description.layout, description.targets, description.step_targets, in_two)
+            digest = getattr(description, "tokens_digest", 0)
+            given = MicroBatch(description.layout, description.targets, description.step_targets, in_two, digest)
         pending = PendingPlan(self.server.gather(given), self.server.plan, device)
         if isinstance(given, Exception):
             pending.result()  # raises: the model could not run on such an input anyway
@@ -243,9 +389,38 @@ class Runtime:
         """See ``integrations.transformers.Planner``."""
         return self.server.plan_alone(layout)
 
+    def failed(self, error: BaseException) -> None:
+        """See ``integrations.transformers.Planner``."""
+        self._watch.failed(error)
+
+    def _forward_over(self, model: torch.nn.Module, args: Any, output: Any) -> None:
+        if model is self._decoder:  # not a copy, which brought this hook along
+            self._watch.forward_over()
+
+    def _follow(self, name: str, phase: str) -> None:
+        """Wraps a method of this engine alone: what it raises must reach the other ranks."""
+        own, watch = getattr(self._engine, name), self._watch
+
+        @functools.wraps(own)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            with watch.phase(phase):
+                return own(*args, **kwargs)
+
+        setattr(self._engine, name, followed)
+        self._wrapped[name] = followed
+
     def detach(self) -> None:
-        """Removes the hooks; the model runs as it did before. ``engine.distca`` stays, out of use. Attention modules
-        keep theirs until the last forward is gone whose backward may recompute them."""
+        """Removes the hooks; the model runs as it did before. ``engine.distca`` stays, out of use, until the plugin is
+        attached anew. To be called on all ranks. Attention modules keep their hooks until the last forward is gone
+        whose backward may recompute them."""
+        if self.detached:
+            return
+        self.detached = True
+        self._watch.close()
+        self._forward_end.remove()
+        for name, followed in self._wrapped.items():
+            if self._engine.__dict__.get(name) is followed:
+                del self._engine.__dict__[name]
         if _hooked(self._decoder) is self:
             del _RUNTIMES[self._decoder]
         self._hooks.remove()
@@ -331,15 +506,3 @@ def _check_engine(engine: DeepSpeedEngine) -> None:
     for what, found in refused.items():
         if found:
             raise DistCAConfigError(f"the `{BLOCK}` block cannot be combined with {what}; remove one of the two")
-
-
-def _data_parallel_groups(engine: DeepSpeedEngine) -> list[list[int]]:
-    """The global ranks of every data-parallel group, the same list on all ranks. Collective."""
-    world = dist.get_world_size()
-    mine = torch.full((world,), -1, dtype=torch.int64, device=engine.device)
-    members = sorted(dist.get_process_group_ranks(engine.data_parallel_group))
-    mine[: len(members)] = torch.tensor(members, device=engine.device)
-    gathered = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(gathered, mine)
-    rows = torch.stack(gathered).cpu().tolist()
-    return [list(g) for g in sorted({tuple(r for r in row if r >= 0) for row in rows})]

@@ -24,7 +24,7 @@ from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
 from deepspeed_distca.config import DistCAConfig
-from deepspeed_distca.integrations.cost_choice import agreed_cost_model
+from deepspeed_distca.integrations.cost_choice import find_cost_model
 from deepspeed_distca.integrations.plan_options import plan_options
 from deepspeed_distca.profiling.measure import Stopwatch
 from deepspeed_distca.scheduler.cost_model import CostModel
@@ -70,7 +70,7 @@ def setting(args: argparse.Namespace) -> Setting:
     config = DistCAConfig(kernel=args.kernel, cost_model=args.cost_model)
     sizes = {"q_heads": args.q_heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
     kernel = select_kernel(config.kernel, device=device, dtype=dtype, **sizes)
-    choice = agreed_cost_model(config, heads, device=device, dtype=dtype)
+    choice = find_cost_model(config, heads, device=device, dtype=dtype)
     hidden = args.q_heads * args.head_dim
     # step_time.py's model: whether moving rows pays depends on its linear work.
     model = SimpleNamespace(

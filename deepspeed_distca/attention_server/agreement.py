@@ -12,11 +12,13 @@ would end a process instead.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,12 +26,21 @@ import torch.distributed as dist
 
 from deepspeed_distca.layout import Layout
 
+if TYPE_CHECKING:
+    from deepspeed_distca.attention_server.watch import Watch
+
+logger = logging.getLogger(__name__)
+
 # Integers of a message: its kind, what it says of itself, and then what has room.
 _SIZE = 512
-_HEADER = 10
+_HEADER = 11
 # Lengths that fit into the first message; more documents on some rank cost more messages.
 _INLINE = _SIZE - _HEADER
 _ERROR_BYTES = 8 * (_SIZE - 1)
+#: Below it are counts of targets, so that those of many ranks can be sent as they are.
+_COUNTS_END = 2**62
+#: How often this rank looks whether others have left the micro-batch for which it waits.
+_LOOK = timedelta(milliseconds=200)
 
 
 class _Kind(IntEnum):
@@ -50,6 +61,10 @@ class _OutOfStep(AgreementError):
     """Ranks are at different places."""
 
 
+class MicroBatchLeftError(AgreementError):
+    """Another rank has left the micro-batch before its plan was made, and this one with it."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One rank's part of a micro-batch.
@@ -59,12 +74,22 @@ class MicroBatch:
         targets: target tokens on this rank in this micro-batch.
         step_targets: the same over the whole accumulation step, where known.
         in_two: whether this rank could run it as two nano-batches.
+        tokens_digest: 63 bits of its tokens, by which ranks find that all of them have the same; 0: not known.
     """
 
     layout: Layout
     targets: int
     step_targets: int | None = None
     in_two: bool = False
+    tokens_digest: int = 0
+
+    def problem(self) -> str:
+        """Why it cannot be told to the others; or nothing."""
+        for name, value in (("targets", self.targets), ("step_targets", self.step_targets)):
+            is_count = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+            if value is not None and not (is_count and 0 <= value < _COUNTS_END):
+                return f"`{name}` was given {value!r}; allowed: a whole number from 0 to {_COUNTS_END - 1}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -91,12 +116,18 @@ class Agreement:
         group: a process group for CPU tensors (gloo), or None for a single process.
         servers: consecutive ranks of the group that share their work.
         fingerprint: of everything else a plan depends on (options, cost model, heads); must be the same on all ranks.
+        watch: tells when another rank will not come.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, servers: int, fingerprint: int) -> None:
-        self._group = group
+    def __init__(
+        self, group: dist.ProcessGroup | None, servers: int, fingerprint: int, watch: Watch | None = None
+    ) -> None:
+        self._group, self._watch = group, watch
+        self._compared = False  # whether ranks have been told that all of them have the same tokens
         self._world = group.size() if group is not None else 1
         self._rank = group.rank() if group is not None else 0
+        #: global ranks, by which errors name them
+        self._ranks = dist.get_process_group_ranks(group) if group is not None else [0]
         self._servers = servers
         self._fingerprint = fingerprint
         self._asked = True  # for what the last gathering gave
@@ -114,6 +145,8 @@ class Agreement:
             one may be gathered. If only some ranks left it, that is an error on the others: while they still agree on
             it, or else, with the next one, on all ranks.
         """
+        if isinstance(micro_batch, MicroBatch) and (problem := micro_batch.problem()):
+            micro_batch = ValueError(problem)
         message = np.zeros(_SIZE, dtype=np.int64)
         message[:2] = _Kind.MICRO_BATCH, isinstance(micro_batch, Exception)
         message[9], self._asked = not self._asked, False
@@ -126,7 +159,7 @@ class Agreement:
             message[2:7] = layout.num_ranks, len(lengths), micro_batch.targets, step, self._fingerprint
             if shared and self._servers > 1:
                 message[7] = fingerprint(layout.segments)
-            message[8] = micro_batch.in_two
+            message[8], message[10] = micro_batch.in_two, micro_batch.tokens_digest
             message[_HEADER : _HEADER + len(lengths)] = lengths[:_INLINE]
         arrived = self._start(message)
 
@@ -152,12 +185,16 @@ class Agreement:
             lengths: of this rank's documents, unless all servers have the same layout.
         """
         self._asked = True
-        gathered = arrived()
+        try:
+            gathered = arrived()
+        except MicroBatchLeftError:
+            self._asked = False  # this rank has left it as well
+            raise
         self._raise_errors(gathered, micro_batch)
         left = gathered[:, 9]
         if left.any() and not left.all():
             raise AgreementError(
-                f"ranks {np.flatnonzero(left).tolist()} left the last micro-batch before its first attention layer, "
+                f"ranks {self._named(left != 0)} left the last micro-batch before its first attention layer, "
                 "the others did not; look for an earlier error on them. To go on, all ranks must be at the same "
                 "micro-batch of their optimizer step again: load a checkpoint, or begin the step anew"
             )
@@ -168,15 +205,48 @@ class Agreement:
             layout = micro_batch.layout
         else:
             layout = Layout.from_lengths([row.tolist() for row in self._rows(gathered, lengths)[group]])
-        steps = gathered[:, 5]
-        step_targets = None if (steps < 0).any() else int(steps.sum())
-        return GlobalMicroBatch(layout, int(gathered[:, 4].sum()), step_targets, bool(gathered[:, 8].all()))
+        self._compare_tokens(gathered[:, 10])
+        targets, steps = (gathered[:, column].tolist() for column in (4, 5))
+        step_targets = None if min(steps) < 0 else sum(steps)
+        return GlobalMicroBatch(layout, sum(targets), step_targets, bool(gathered[:, 8].all()))
 
-    def gather_values(self, values: np.ndarray | Exception) -> list[np.ndarray]:
+    def _compare_tokens(self, digests: np.ndarray) -> None:
+        if self._compared or self._world == 1 or not digests[0] or (digests != digests[0]).any():
+            return
+        self._compared = True
+        if self._rank == 0:
+            logger.warning(
+                "distca: all %d ranks were given the very same tokens. A DataLoader needs a DistributedSampler (or "
+                "another division of the data among ranks); as it is, every rank does the same work, and there is "
+                "nothing to balance",
+                self._world,
+            )
+
+    def all_well(self, error: Exception | None, what: str) -> None:
+        """Collective. Raises on every rank if a rank has an error: its own, or else an AgreementError.
+
+        Args:
+            error: that this rank met.
+            what: it was doing, as in "cannot ...".
+        """
+        self.gather_values(np.zeros(0, dtype=np.int64) if error is None else error, what)
+
+    @contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """Around what every rank does by itself, without the others. See :meth:`all_well`."""
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        self.all_well(failure, what)
+
+    def gather_values(self, values: np.ndarray | Exception, what: str = "use its micro-batch") -> list[np.ndarray]:
         """Collective. The integers of every rank, any number of them from each.
 
         Args:
             values: int64 [n], or the error that this rank met instead.
+            what: it could not do then, as in "cannot ...".
 
         Raises:
             AgreementError: on every rank, if a rank has an error or runs with other options.
@@ -187,7 +257,7 @@ class Agreement:
         message[:2], message[3], message[6] = (_Kind.VALUES, failed), len(mine), self._fingerprint
         message[_HEADER : _HEADER + len(mine)] = mine[:_INLINE]
         gathered = self._start(message)()
-        self._raise_errors(gathered, values)
+        self._raise_errors(gathered, values, what)
         self._check_fingerprint(gathered)
         return self._rows(gathered, mine)
 
@@ -196,17 +266,22 @@ class Agreement:
         digests = self._send(_Kind.DIGEST, np.array([digest], dtype=np.int64))()[:, 0]
         of_group = digests.reshape(-1, self._servers)
         if (of_group != of_group[:, :1]).any():
-            table = ", ".join(f"rank {r}: {d:016x}" for r, d in enumerate(digests))
+            table = ", ".join(f"rank {r}: {d:016x}" for r, d in zip(self._ranks, digests, strict=True))
             raise AgreementError(
                 f"the ranks disagree on {what} ({table}); do all of them run the same versions of Python, NumPy and "
                 "deepspeed_distca with the same `distca` block?"
             )
 
+    def _named(self, which: np.ndarray) -> list[int]:
+        """The global ranks of some of the group, given by a mask."""
+        return [self._ranks[r] for r in np.flatnonzero(which).tolist()]
+
     def _check_fingerprint(self, gathered: np.ndarray) -> None:
         if (gathered[:, 6] != gathered[0, 6]).any():
-            odd = np.flatnonzero(gathered[:, 6] != gathered[0, 6]).tolist()
+            odd = self._named(gathered[:, 6] != gathered[0, 6])
             raise AgreementError(
-                f"ranks {odd} run with another `distca` block, cost model or model than rank 0; all must be the same"
+                f"ranks {odd} run with another `distca` block, cost model or model than rank {self._ranks[0]}; all "
+                "must be the same"
             )
 
     def _check(self, gathered: np.ndarray) -> None:
@@ -214,7 +289,7 @@ class Agreement:
         kinds = gathered[:, 2]
         if (kinds != kinds[0]).any():
             raise AgreementError(
-                f"layouts of {kinds.tolist()} ranks were given on ranks 0..{self._world - 1}; give either each rank's "
+                f"layouts of {kinds.tolist()} ranks were given on ranks {self._ranks}; give either each rank's "
                 "own documents or the layout of all servers, on all ranks alike"
             )
         if kinds[0] > 1:
@@ -232,7 +307,7 @@ class Agreement:
             pieces.append(self._send(_Kind.MORE, mine[first : first + _SIZE - 1])())
         return [row[:n] for row, n in zip(np.concatenate(pieces, axis=1), counts.tolist(), strict=True)]
 
-    def _raise_errors(self, gathered: np.ndarray, mine: object) -> None:
+    def _raise_errors(self, gathered: np.ndarray, mine: object, what: str = "use its micro-batch") -> None:
         """Where the first messages say that ranks have errors: raises this rank's own, or the first other one."""
         ranks = np.flatnonzero(gathered[:, 1])
         if not len(ranks):
@@ -250,7 +325,7 @@ class Agreement:
             raise error
         first = int(ranks[0])
         words = texts[first].tobytes().rstrip(b"\0").decode(errors="replace")
-        raise AgreementError(f"rank {first} cannot use its micro-batch: {words}")
+        raise AgreementError(f"rank {self._ranks[first]} cannot {what}: {words}")
 
     def _send(self, kind: _Kind, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Sends up to _SIZE - 1 values; what is returned waits for those of every rank, [ranks, _SIZE - 1]."""
@@ -265,16 +340,17 @@ class Agreement:
             return lambda: message[None]
         mine = torch.from_numpy(message)
         out = [torch.empty_like(mine) for _ in range(self._world)]
-        with _in_time():
+        with self._in_time():
             work = dist.all_gather(out, mine, group=self._group, async_op=True)
 
         def wait() -> np.ndarray:
-            with _in_time():
-                work.wait()
+            with self._in_time():
+                self._wait(work)
             gathered = torch.stack(out).numpy()
             kinds = gathered[:, 0]
             if (kinds != kinds[0]).any():
-                asked = ", ".join(f"rank {r}: {_Kind(k).name.lower()}" for r, k in enumerate(kinds.tolist()))
+                asked = zip(self._ranks, kinds.tolist(), strict=True)
+                asked = ", ".join(f"rank {r}: {_Kind(k).name.lower()}" for r, k in asked)
                 raise _OutOfStep(
                     "the ranks are not at the same place: some began their next micro-batch while others were still "
                     f"agreeing on the last one ({asked}); look for an earlier error on one of them"
@@ -283,18 +359,39 @@ class Agreement:
 
         return wait
 
+    def _wait(self, work: dist.Work) -> None:
+        if self._watch is None:
+            work.wait()
+            return
+        while not work.is_completed():
+            left = self._watch.left_by_others()
+            if left:
+                raise MicroBatchLeftError(
+                    f"{left}. That rank left the micro-batch before it was planned, and so has this one; both may go "
+                    "on to the next"
+                )
+            try:
+                work.wait(_LOOK)
+            except RuntimeError:
+                if work.is_completed():
+                    raise  # not for want of time
+        work.wait()
 
-@contextmanager
-def _in_time() -> Iterator[None]:
-    """What a collective raises, in words that help."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise AgreementError(
-            "a rank did not come to this micro-batch in time. Every rank must run the same number of training "
-            "micro-batches (an empty one where it has no documents); look for an earlier error on another rank, "
-            f"or raise `distca.timeout_seconds` if a rank is only slow ({error})"
-        ) from error
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """What a collective raises, in words that help."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, AgreementError):
+                raise
+            if self._watch is not None:
+                raise self._watch.explain(error) from error
+            raise AgreementError(
+                "a rank did not come to this micro-batch in time. Every rank must run the same number of training "
+                "micro-batches (an empty one where it has no documents); look for an earlier error on another rank, "
+                f"or raise `distca.timeout_seconds` if a rank is only slow ({error})"
+            ) from error
 
 
 def fingerprint(*values: object) -> int:

@@ -32,6 +32,7 @@ from deepspeed_distca.attention_server.rows import (
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.watch import Watch, backward_of_layer
 
 Result = TypeVar("Result")
 
@@ -44,12 +45,14 @@ class LayerPlan:
         forward, backward: this rank's part of the plan of either phase.
         exchange: how rows travel.
         side: where tasks in the workspace run, so that those at home hide the exchange; None: wait for it.
+        watch: tells the other ranks when a layer fails in backward.
     """
 
     forward: ServerPlan
     backward: ServerPlan
     exchange: Exchange
     side: SideStream | None
+    watch: Watch | None = None
 
 
 def core_attention(
@@ -113,9 +116,10 @@ class _CoreAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         refuse_second_order()
-        q, k, v, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        dq, dk, dv = _backward(dout, dlse, q, k, v, out, lse, ctx.plan, ctx.spec, ctx.kernel)
+        with backward_of_layer(ctx.plan.watch):
+            q, k, v, out, lse = ctx.saved_tensors
+            dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+            dq, dk, dv = _backward(dout, dlse, q, k, v, out, lse, ctx.plan, ctx.spec, ctx.kernel)
         return dq, dk, dv, None, None, None, None
 
 

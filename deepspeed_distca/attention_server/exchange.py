@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deepspeed_distca.attention_server.watch import Watch, explained
+
 Messages = Sequence[tuple[int, torch.Tensor]]
 Round = tuple[Messages, Messages]
 
@@ -80,22 +82,28 @@ class Done:
 
 
 class _Works:
-    def __init__(self, works: list[dist.Work], keep: Messages) -> None:
-        self._works, self._keep = works, keep  # the tensors must outlive the transfer
+    def __init__(self, works: list[dist.Work], keep: Messages, watch: Watch | None) -> None:
+        self._works, self._keep, self._watch = works, keep, watch  # the tensors must outlive the transfer
 
     def wait(self) -> None:
         # gloo would wait for another message if a finished send or receive were waited for again.
         works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        _wait(works, self._watch)
         self._keep = ()
 
 
 class PeerToPeerExchange:
-    """Grouped sends and receives over a process group: one NCCL launch on GPUs, sockets through gloo on CPU."""
+    """Grouped sends and receives over a process group: one NCCL launch on GPUs, sockets through gloo on CPU.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.name = group, dist.get_backend(group)
+    Args:
+        group: of the servers.
+        watch: tells, when an exchange fails, which rank is to blame.
+
+    A wait, or a start, raises AgreementError where a rank of the group does not do its part.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watch: Watch | None = None) -> None:
+        self.group, self.name, self._watch = group, dist.get_backend(group), watch
         self._on_host = self.name != "nccl"
         self.early = self._on_host
         self._global_rank = dist.get_process_group_ranks(group)
@@ -106,12 +114,11 @@ class PeerToPeerExchange:
         if then is not None:
             if self._on_host and then[0]:
                 # What NCCL sends on follows what it receives, on its own stream; here it must have arrived.
-                for work in works:
-                    work.wait()
+                _wait(works, self._watch)
                 works = []
             works += self._start(*then)
             keep += [*then[0], *then[1]]
-        return _Works(works, keep) if works else Done()
+        return _Works(works, keep, self._watch) if works else Done()
 
     def for_sizes(self, sizes: np.ndarray) -> PeerToPeerExchange:
         """See :class:`Exchange`. It has no memory of its own."""
@@ -128,7 +135,18 @@ class PeerToPeerExchange:
             for peer, tensor in messages
             if tensor.numel()
         ]
-        return dist.batch_isend_irecv(operations) if operations else []
+        try:
+            return dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise explained(self._watch, error) from error
+
+
+def _wait(works: list[dist.Work], watch: Watch | None) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise explained(watch, error) from error
 
 
 class ReceivesLater:

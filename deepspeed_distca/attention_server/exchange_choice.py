@@ -23,6 +23,7 @@ import torch.distributed as dist
 from deepspeed_distca.attention_server.device_streams import CudaStreams, DriverError
 from deepspeed_distca.attention_server.exchange import Exchange, PeerToPeerExchange
 from deepspeed_distca.attention_server.peer_copy import PeerCopyExchange, header_bytes
+from deepspeed_distca.attention_server.watch import Watch
 
 ExchangeKind = Literal["nccl", "peer_copy"]
 #: What is used where nothing is asked for.
@@ -42,6 +43,7 @@ def make_exchange(
     timeout: float,
     staging_mib: int,
     pack_beside: bool = False,
+    watch: Watch | None = None,
 ) -> Exchange:
     """The exchange over a group. Collective over it.
 
@@ -51,6 +53,7 @@ def make_exchange(
         timeout: seconds after which peer copies that are not over end the process.
         staging_mib: staging memory of peer copies on each rank, in MiB.
         pack_beside: see :class:`PeerCopyExchange`.
+        watch: tells which rank is to blame when an exchange fails; after an alarm it lets this rank's device go on.
 
     Raises:
         ValueError: peer copies on a device that has none.
@@ -61,24 +64,26 @@ def make_exchange(
                 f'`exchange` was given "peer_copy", which copies between GPUs, but this rank is on {device.type}; '
                 "leave the key out"
             )
-        return PeerToPeerExchange(group)
+        return PeerToPeerExchange(group, watch)
     if dist.get_world_size(group) == 1:
-        return PeerToPeerExchange(group)
+        return PeerToPeerExchange(group, watch)
     # Ranks that were told otherwise must not leave the others waiting.
     wanted = torch.tensor([(kind or AUTOMATIC) == "peer_copy"], dtype=torch.uint8)
     votes = [bool(row[0]) for row in _gather(group, device, wanted)]
     if not any(votes):
-        return PeerToPeerExchange(group)
+        return PeerToPeerExchange(group, watch)
     exchange, problem = None, "not all ranks were told to use them"
     if all(votes):
         exchange, problem = _open(group, device, staging_mib << 20, timeout, pack_beside)
     if exchange is not None:
+        if watch is not None:
+            watch.cover_device(exchange.release)
         return exchange
     too_large = "out of memory" in problem  # so say the caching allocator and the driver
     if dist.get_rank(group) == 0 and (kind is not None or too_large):
         remedy = f" (a `staging_mib` below {staging_mib} may fit)" if too_large else ""
         print(f"distca: no exchange by peer copies: {problem}{remedy}; NCCL's sends and receives are used", flush=True)
-    return PeerToPeerExchange(group)
+    return PeerToPeerExchange(group, watch)
 
 
 def _open(

@@ -26,6 +26,7 @@ from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.nano_batches import NanoLayerPlan
 from deepspeed_distca.attention_server.nano_steps import BackwardSteps, ForwardSteps, Given
 from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.watch import Watch, backward_of_layer
 
 
 class OverlapError(RuntimeError):
@@ -41,12 +42,14 @@ class PingPongPlan:
         rows: of this rank.
         layers: by window.
         kernel: gives the kernel for q, k, v and a spec.
+        watch: tells the other ranks when a layer fails in backward.
     """
 
     cut: int
     rows: int
     layers: dict[int | None, NanoLayerPlan]
     kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], Kernel]
+    watch: Watch | None = None
 
 
 class NanoPair:
@@ -77,7 +80,8 @@ class NanoPair:
                     f"{list(self.plan.layers)}; the model's attention modules must carry their window as "
                     "`sliding_window`"
                 )
-            self._layers.append(_Layer(self.plan.layers[spec.window], spec, self.plan.kernel(q, k, v, spec)))
+            kernel = self.plan.kernel(q, k, v, spec)
+            self._layers.append(_Layer(self.plan.layers[spec.window], spec, kernel, self.plan.watch))
             return self._layers[-1]
         layer = self._layers.pop(0) if self._layers else None
         if layer is None or layer.spec != spec:
@@ -165,8 +169,8 @@ def _padded(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.T
 class _Layer:
     """One layer's core attention on its way through forward, and later through backward."""
 
-    def __init__(self, plan: NanoLayerPlan, spec: AttentionSpec, kernel: Kernel) -> None:
-        self.plan, self.spec, self.kernel = plan, spec, kernel
+    def __init__(self, plan: NanoLayerPlan, spec: AttentionSpec, kernel: Kernel, watch: Watch | None) -> None:
+        self.plan, self.spec, self.kernel, self.watch = plan, spec, kernel, watch
         self.forward: ForwardSteps | None = ForwardSteps(plan, spec, kernel)
         self.backward: BackwardSteps | None = None
 
@@ -181,7 +185,8 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtoken):
-        dq, dk, dv = ctx.layer.backward.gradients(ctx.nano)
+        with backward_of_layer(ctx.layer.watch, last=ctx.nano == 0):
+            dq, dk, dv = ctx.layer.backward.gradients(ctx.nano)
         if ctx.nano == 0:
             ctx.layer.backward = None
         return dq, dk, dv, dtoken, None, None
@@ -197,7 +202,8 @@ class _Serve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtoken):
-        ctx.layer.backward.serve(ctx.nano)
+        with backward_of_layer(ctx.layer.watch, last=False):
+            ctx.layer.backward.serve(ctx.nano)
         return dtoken, None, None
 
 
@@ -218,9 +224,10 @@ class _Collect(torch.autograd.Function):
         layer = ctx.layer
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        if ctx.nano == 1:
-            layer.backward = BackwardSteps(layer.plan, layer.spec, layer.kernel)
-        layer.backward.dispatch(ctx.nano, Given(q, k, v, out, lse, dout, dlse))
+        with backward_of_layer(layer.watch, last=False):
+            if ctx.nano == 1:
+                layer.backward = BackwardSteps(layer.plan, layer.spec, layer.kernel)
+            layer.backward.dispatch(ctx.nano, Given(q, k, v, out, lse, dout, dlse))
         # The last one in forward gets no gradient for its token.
         return torch.zeros((), device=out.device) if dtoken is None else dtoken, None, None
 

@@ -22,6 +22,7 @@ from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.statistics import DeviceTimer, StepStatistics, TimedExchange, TimedKernel
 from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.plan import PlanCompiler
@@ -51,6 +52,7 @@ class AttentionServer:
         accumulation_steps: micro-batches of an optimizer step, by which the engine divides the loss.
         ranks: over how many ranks the engine averages gradients.
         step: called for the number of the current optimizer step; statistics start anew when it changes.
+        watch: follows where this rank is, and tells the others when it fails.
 
     Attributes:
         favoured_two: whether "exposed" has favoured two nano-batches for a micro-batch so far.
@@ -72,6 +74,7 @@ class AttentionServer:
         ranks: int,
         step: Callable[[], int],
         ping_pong: NanoBatches = "never",
+        watch: Watch | None = None,
     ) -> None:
         self._timer = DeviceTimer()
         self._agreement, self._exchange, self._server = agreement, TimedExchange(exchange, self._timer), server
@@ -81,7 +84,7 @@ class AttentionServer:
         self._kernel_name, self._check_plan = kernel, check_plan
         self._side = SideStream() if local_first else None
         self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
-        self._ping_pong = ping_pong
+        self._ping_pong, self._watch = ping_pong, watch
         self.favoured_two = False
         self._kernels: dict[tuple, Kernel] = {}
         self._statistics = StepStatistics()
@@ -135,7 +138,7 @@ class AttentionServer:
         self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
         exchange = self._exchange.for_sizes(np.maximum.reduce([p.largest for p in planned]))
         plans = {
-            window: LayerPlan(*(p.part for p in planned if p.window == window), exchange, self._side)
+            window: LayerPlan(*(p.part for p in planned if p.window == window), exchange, self._side, self._watch)
             for window in self._layers
         }
         if everyone.step_targets is None:
@@ -149,6 +152,8 @@ class AttentionServer:
             "exposed": favoured and everyone.in_two,
         }[self._ping_pong]
         ping_pong = self._two_nano_batches(everyone.layout, plans) if two else None
+        if self._watch is not None:
+            self._watch.planned(sum(self._layers.values()))
         return MicroBatchPlan(self, plans, ping_pong), divisor or 1.0
 
     def plan_tick(
@@ -171,7 +176,7 @@ class AttentionServer:
 
     def layer_plan(self, forward: ServerPlan, backward: ServerPlan) -> LayerPlan:
         """Two parts as layers run them."""
-        return LayerPlan(forward, backward, self._exchange, self._side)
+        return LayerPlan(forward, backward, self._exchange, self._side, self._watch)
 
     def plan_alone(self, layout: Layout) -> MicroBatchPlan:
         """A plan that involves no other rank, for whole documents on this one (evaluation).
@@ -205,9 +210,14 @@ class AttentionServer:
             window: nano_layer_plan(plan.forward, plan.backward, plan.exchange, cuts, window, crossing)
             for window, plan in plans.items()
         }
-        return PingPongPlan(int(cuts[self._server]), int(layout.tokens[self._server]), layers, self._kernel)
+        return PingPongPlan(
+            int(cuts[self._server]), int(layout.tokens[self._server]), layers, self._kernel, self._watch
+        )
 
     def _kernel(self, q, k, v, spec: AttentionSpec) -> Kernel:
+        """Of a layer whose attention begins."""
+        if self._watch is not None:
+            self._watch.attending()
         return TimedKernel(self._untimed(q, k, v, spec), self._timer)
 
     def _untimed(self, q, k, v, spec: AttentionSpec) -> Kernel:

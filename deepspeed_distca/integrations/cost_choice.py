@@ -3,10 +3,14 @@
 
 Plans are computed on every rank and must be equal. Profiles lie in a user's cache, which nodes need not share, and
 ranks may have different GPUs; comparing what each of them finds would turn every such difference into an error, so
-rank 0's choice counts. A file that the block names has to be on rank 0's node only.
+rank 0's choice counts. A file that the block names has to be on rank 0's node only. The choice travels in the hello by
+which ranks meet, and so does an error.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,48 +23,49 @@ from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Choice, ProfileError, cache_folder, choose
 
-_ERROR_BYTES = 1024
 
-
-def agreed_cost_model(
+def find_cost_model(
     config: DistCAConfig, heads: Heads, *, device: torch.device, dtype: torch.dtype, window: int | None = None
 ) -> Choice:
-    """The cost model that all ranks use. Collective over the default process group, where there is one.
+    """The cost model that this rank would choose.
 
     Args:
         heads: of the model; a profile of others is scaled to them.
-        device: this rank's, on which its part of the default group communicates.
+        device: this rank's.
         dtype: of q, k and v.
         window: of the model's first layer; some kernels take none.
 
-    Returns:
-        The same cost model on every rank; its source is in words on rank 0 alone.
-
     Raises:
-        DistCAConfigError: on every rank, if the file that `distca.cost_model` names cannot be used.
+        DistCAConfigError: the file that `distca.cost_model` names cannot be used.
     """
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    choice, problem = None, ""
-    if alone or dist.get_rank() == 0:
-        try:
-            wanted = setting_of(device, dtype, _kernel(config.kernel, heads, device, dtype, window))
-            choice = choose(wanted, heads, config.cost_model, folder=cache_folder())
-        except ProfileError as error:
-            problem = f"`{BLOCK}.cost_model` was given {config.cost_model!r}, which cannot be used: {error}"
-    if alone:
-        if choice is None:
-            raise DistCAConfigError(problem)
-        return choice
+    try:
+        wanted = setting_of(device, dtype, _kernel(config.kernel, heads, device, dtype, window))
+        return choose(wanted, heads, config.cost_model, folder=cache_folder())
+    except ProfileError as error:
+        raise DistCAConfigError(
+            f"`{BLOCK}.cost_model` was given {config.cost_model!r}, which cannot be used: {error}"
+        ) from None
 
-    words = problem.encode()[:_ERROR_BYTES]
-    mine = [len(words), *(choice.cost.terms if choice else [0] * len(CostModel().terms))]
-    length, *terms = _broadcast(torch.tensor(mine), device).tolist()
-    if length:
-        raw = torch.zeros(length, dtype=torch.int64)
-        if words:
-            raw[:] = torch.tensor(list(words))
-        raise DistCAConfigError(bytes(_broadcast(raw, device).tolist()).decode(errors="replace"))
-    return Choice(CostModel.from_terms(heads, terms), choice.source if choice else "of rank 0's choice")
+
+def own_cost_model(config: DistCAConfig, heads: Heads, **setting: Any) -> Choice | None:
+    """See :func:`find_cost_model`, on rank 0; None on the other ranks, whose own choice does not count."""
+    return None if dist.is_initialized() and dist.get_rank() > 0 else find_cost_model(config, heads, **setting)
+
+
+def cost_to_say(choice: Choice | None) -> dict[str, list[int]]:
+    """What rank 0 tells the others of its choice."""
+    return {} if choice is None else {"cost": [int(term) for term in choice.cost.terms]}
+
+
+def said_cost_model(said: Mapping[str, Any], heads: Heads, own: Choice | None) -> Choice:
+    """The cost model that all ranks use, the same on every one; its source is in words on rank 0 alone.
+
+    Args:
+        said: by rank 0, see :func:`cost_to_say`.
+        heads: of the model.
+        own: rank 0's choice.
+    """
+    return own or Choice(CostModel.from_terms(heads, said["cost"]), "of rank 0's choice")
 
 
 def _kernel(
@@ -80,10 +85,3 @@ def _kernel(
         ).name
     except KernelError:
         return None
-
-
-def _broadcast(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Rank 0's int64 values, on every rank."""
-    on_device = values.to(device)
-    dist.broadcast(on_device, 0)
-    return on_device.cpu()

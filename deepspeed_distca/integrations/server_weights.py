@@ -14,34 +14,33 @@ from deepspeed_distca.scheduler.shares import MAX_WEIGHT
 
 
 def agreed_weights(
-    config: DistCAConfig, device: torch.device, groups: Sequence[Sequence[int]], servers: int
+    config: DistCAConfig,
+    device: torch.device,
+    groups: Sequence[Sequence[int]],
+    servers: int,
+    everyone: dist.ProcessGroup | None = None,
 ) -> list[int] | None:
     """A weight for each data-parallel rank, the same on all ranks; None where none were asked for. Collective over
-    the default process group where there are several servers. Where weights are measured, rank 0 prints them.
+    all ranks where weights are to be measured by several servers. Rank 0 prints them then.
 
     Args:
+        config: the same on all ranks.
         device: this rank's.
         groups: the global ranks of every data-parallel group. Ranks with the same place share a weight, that of the
             slowest of their devices: they work on the same tokens.
         servers: how many ranks share their work; a single one needs no weights: nothing is measured, and "measured"
             gives None.
+        everyone: a group of all ranks for CPU tensors; None: the default one.
 
     Raises:
-        DistCAConfigError: on every rank, if a device could not be measured, or not all ranks ask for it.
+        DistCAConfigError: on every rank, if a device could not be measured.
     """
-    wanted = config.server_weights == "measured"
-    if servers == 1:
-        return None if wanted else config.server_weights
-    asking = _everyones(wanted, device)
-    if not any(asking):
+    if config.server_weights != "measured":
         return config.server_weights
-    if not all(asking):
-        ranks = [rank for rank, asks in enumerate(asking) if asks]
-        raise DistCAConfigError(
-            f'`{BLOCK}.server_weights` is "measured" on ranks {ranks} and not on the others; all need the same block'
-        )
+    if servers == 1:
+        return None
     try:
-        of_ranks = speeds_of_ranks(device)
+        of_ranks = speeds_of_ranks(device, everyone)
     except UnmeasuredError as error:
         raise DistCAConfigError(
             f'`{BLOCK}.server_weights` is "measured", but the devices of ranks {error.ranks} could not be measured, '
@@ -76,13 +75,6 @@ def weights_of_servers(given: Sequence[int] | None, ranks: int, servers: int, ra
             f"the {ranks} data-parallel ranks, not all 0 among the {servers} ranks that share their work"
         )
     return tuple(groups[rank // servers]) if servers > 1 else None
-
-
-def _everyones(answer: bool, device: torch.device) -> list[bool]:
-    mine = torch.tensor([answer], dtype=torch.int32, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
-    return torch.cat(gathered).bool().tolist()
 
 
 def _in_words(speeds: Sequence[float], weights: Sequence[int]) -> str:

@@ -42,13 +42,15 @@ class UnmeasuredError(RuntimeError):
         self.ranks, self.reason = ranks, reason
 
 
-def speeds_of_ranks(device: torch.device) -> list[float]:
+def speeds_of_ranks(device: torch.device, everyone: dist.ProcessGroup | None = None) -> list[float]:
     """Matrix products a second on the device of every rank of the default process group, the same list on all of
     them. All are measured at once, and kept for all engines of the group; where some could not be measured, the next
     call measures all of them anew. Collective.
 
     Args:
-        device: this rank's, on which its part of the default group communicates.
+        device: this rank's.
+        everyone: a group of the same ranks for CPU tensors, to speak over; None: the default one, which communicates
+            on `device`.
 
     Raises:
         UnmeasuredError: on every rank, if some device has no memory left, or its products fail otherwise.
@@ -56,11 +58,14 @@ def speeds_of_ranks(device: torch.device) -> list[float]:
     group = dist.group.WORLD
     if group in _KEPT:
         return _KEPT[group]
-    meet(None, device)
+    on = device if everyone is None else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    meet(everyone, on)
     speed, reason = _speed_or_reason(device)
-    mine = torch.tensor([speed], dtype=torch.float64, device=device)
+    mine = torch.tensor([speed], dtype=torch.float64, device=on)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
+    dist.all_gather(gathered, mine, group=everyone)
     speeds = torch.cat(gathered).tolist()
     unmeasured = [rank for rank, speed in enumerate(speeds) if speed <= 0]
     if unmeasured:

@@ -14,6 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 import deepspeed_distca
+from deepspeed_distca.attention_server.agreement import AgreementError
 from tests.distributed.engine_worker import VOCABULARY, ds_config, tiny_llama
 
 
@@ -32,7 +33,7 @@ def start(caches: list[str], block: dict, lengths: list[list[int]] | None = None
     try:
         with contextlib.redirect_stdout(printed):
             engine = deepspeed.initialize(model=tiny_llama(), config=ds_config(0, 1, {"granularity": 16, **block}))[0]
-    except deepspeed_distca.DistCAConfigError as error:
+    except (deepspeed_distca.DistCAConfigError, AgreementError) as error:
         return {"error": str(error)}
     outcome = {
         "terms": list(engine.distca.server._cost.terms),

@@ -306,9 +306,8 @@ def late_rank(seconds: float) -> dict:
 def different_options() -> dict:
     """Rank 1 has another tolerance."""
     deepspeed.init_distributed("gloo")
-    engine = _engine({"tolerance": 0.1 * (1 + dist.get_rank())})
     try:
-        engine(**_batch(9, 4))
+        _engine({"tolerance": 0.1 * (1 + dist.get_rank())})
         return {"error": ""}
     except RuntimeError as raised:
         return {"error": str(raised)}

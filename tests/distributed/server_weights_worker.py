@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_distca import DistCAConfigError, Layout
+from deepspeed_distca.attention_server.agreement import AgreementError
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.profiling import speeds
 from tests.distributed.engine_worker import backward, documents_of, ds_config, reference, tiny_llama
@@ -68,7 +69,7 @@ def _refusal(weights: list[int] | str) -> str:
     """What `deepspeed.initialize` complains of."""
     try:
         deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, {"server_weights": weights}))
-    except DistCAConfigError as error:
+    except (DistCAConfigError, AgreementError) as error:
         return str(error)
     return ""
 

@@ -158,7 +158,7 @@ def test_a_rank_waits_for_others_at_its_first_attention_only() -> None:
 
 def test_other_options_on_one_rank_are_refused() -> None:
     for outcome in run_ranks("tests.distributed.engine_worker:different_options", 2, timeout=120):
-        assert "run with another `distca` block" in outcome["error"]
+        assert "`distca.tolerance` is 0.1 on ranks [0] and 0.2 on ranks [1]" in outcome["error"]
 
 
 def test_another_plan_on_one_rank_is_an_error_on_all() -> None:

@@ -25,7 +25,6 @@ def agree(monkeypatch):
         given = mock.Mock(side_effect=[speeds] if speeds else AssertionError("measured"))
         monkeypatch.setattr(server_weights, "speeds_of_ranks", given)
         monkeypatch.setattr(server_weights.dist, "get_rank", lambda: rank)
-        monkeypatch.setattr(server_weights, "_everyones", lambda answer, device: [answer] * sum(map(len, groups)))
         return agreed_weights(parse_config(block), CPU, groups, servers)
 
     return call

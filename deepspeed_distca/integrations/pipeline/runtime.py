@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import MethodType
 from typing import Any
@@ -25,12 +26,14 @@ from deepspeed.utils import logger
 from deepspeed_distca.attention_server.agreement import Agreement, agreement_group, fingerprint
 from deepspeed_distca.attention_server.exchange import exchange_group
 from deepspeed_distca.attention_server.exchange_choice import make_exchange
+from deepspeed_distca.attention_server.hello import Meeting
 from deepspeed_distca.attention_server.runtime import AttentionServer
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.statistics import StepStatistics
+from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, PipelineConfig
 from deepspeed_distca.integrations.attention_function import FIRST, NAME
-from deepspeed_distca.integrations.cost_choice import agreed_cost_model
+from deepspeed_distca.integrations.cost_choice import cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.integrations.monitor import events
 from deepspeed_distca.integrations.pipeline.batches import describe, from_message, merge, pipeline_batch, to_message
 from deepspeed_distca.integrations.pipeline.module import DecoderPipeline, check_attention
@@ -46,6 +49,26 @@ from deepspeed_distca.integrations.pipeline.schedule import (
 from deepspeed_distca.integrations.plan_options import plan_options
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.profiles import Choice
+
+
+@dataclass(frozen=True)
+class PreparedPipeline:
+    """What a rank knows of its pipeline before it meets the others.
+
+    Attributes:
+        heads: of the model's attention.
+        choice: the cost model, on rank 0 alone.
+        same, own: what it says of itself: see :class:`~deepspeed_distca.attention_server.hello.Hello`.
+    """
+
+    topology: _Topology
+    slots: Slots
+    heads: Heads
+    dtype: torch.dtype
+    choice: Choice | None
+    same: dict[str, Any]
+    own: dict[str, Any]
 
 
 class PipelineRuntime:
@@ -54,18 +77,38 @@ class PipelineRuntime:
     Args:
         engine: its module must be a :class:`DecoderPipeline`. Collective over all ranks.
         config: the options in force.
-        heads: of the model's attention.
+        prepared: see :meth:`prepare`.
+        meeting: of all ranks.
 
     Attributes:
         config: the options in force.
         server: this rank's attention server.
-
-    Raises:
-        DistCAConfigError: options or an engine that do not go together with the pipeline.
-        UnsupportedModelError: a model whose attention cannot be planned exactly.
+        detached: whether it is out of use.
     """
 
-    def __init__(self, engine: PipelineEngine, config: DistCAConfig, heads: Heads) -> None:
+    def __init__(
+        self, engine: PipelineEngine, config: DistCAConfig, prepared: PreparedPipeline, meeting: Meeting
+    ) -> None:
+        self.config, self.detached = config, False
+        self._watch = Watch(meeting.name, config.timeout_seconds)
+        try:
+            with self._watch.phase("attach"):
+                self._set_up(engine, config, prepared, meeting)
+        except BaseException:
+            self._watch.close()
+            raise
+
+    @staticmethod
+    def prepare(engine: PipelineEngine, config: DistCAConfig, heads: Heads) -> PreparedPipeline:
+        """All that this rank can find out about its engine alone, before it meets the others.
+
+        Args:
+            heads: of the model's attention.
+
+        Raises:
+            DistCAConfigError: options or an engine that do not go together with the pipeline.
+            UnsupportedModelError: a model whose attention cannot be planned exactly.
+        """
         _check_engine(engine)
         module: DecoderPipeline = engine.module
         check_attention(module.config)
@@ -74,40 +117,61 @@ class PipelineRuntime:
                 f"`{BLOCK}.server_weights` cannot be combined with a PipelineModule, whose servers change from tick "
                 "to tick; remove it"
             )
-        self.config, self._engine, self._module = config, engine, module
-        self._scope = (config.pipeline or PipelineConfig()).scope
-        topology = _Topology(engine, self._scope, config.servers)
-        windows = [module.stage_windows[s] for s in topology.stages]
+        topology = _Topology(engine, (config.pipeline or PipelineConfig()).scope, config.servers)
         try:
-            slots = Slots(windows)
+            slots = Slots([module.stage_windows[s] for s in topology.stages])
         except ValueError as error:
             raise DistCAConfigError(
                 f'{error}. Choose `{BLOCK}.pipeline.scope` "stage", or another number of stages'
             ) from None
         dtype = _attention_dtype(engine)
+        same = {
+            "the class of the model": type(module.config).__name__,
+            "the windows of attention layers, by stage": module.stage_windows,
+            "the attention heads": asdict(heads),
+            "the data type of attention": str(dtype),
+            "the number of replicas": topology.all_replicas,
+        }
         window = next((w for stage in module.stage_windows for w in stage), None)
-        choice = agreed_cost_model(config, heads, device=engine.device, dtype=dtype, window=window)
+        choice = own_cost_model(config, heads, device=engine.device, dtype=dtype, window=window)
+        return PreparedPipeline(topology, slots, heads, dtype, choice, same, cost_to_say(choice))
+
+    def _set_up(
+        self, engine: PipelineEngine, config: DistCAConfig, prepared: PreparedPipeline, meeting: Meeting
+    ) -> None:
+        """Collective: makes the groups, and all that lives on them."""
+        module: DecoderPipeline = engine.module
+        self._engine, self._module, watch = engine, module, self._watch
+        self._scope = (config.pipeline or PipelineConfig()).scope
+        topology, slots, heads, dtype = prepared.topology, prepared.slots, prepared.heads, prepared.dtype
+        choice = said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
         cost = choice.cost
         options = plan_options(config, engine.device, module.config)
         timeout = timedelta(seconds=config.timeout_seconds)
+        # First of all: what follows is said and done on groups with a time limit.
+        everyone = agreement_group([list(range(dist.get_world_size()))], timeout)
+        watch.cover(everyone)
         self._exchange_group = exchange_group(topology.groups, engine.device, timeout)
         if engine.device.type == "cuda":
             # Sets the communicator up while all ranks are here: later calls may involve only some of them.
             dist.barrier(self._exchange_group, device_ids=[engine.device.index])
-        everything = fingerprint(
-            options, cost, module.stage_windows, config.kernel, config.token_weighted_loss, self._scope, dtype
-        )
-        everyone = [list(range(dist.get_world_size()))]
-        self._agreement = Agreement(agreement_group(everyone, timeout), 1, everything)
+            watch.cover_device(self._exchange_group.abort)
+        else:
+            watch.cover(self._exchange_group)
+        everything = fingerprint(options, cost, module.stage_windows, dtype)
+        self._agreement = Agreement(everyone, 1, everything, watch)
+        agreeing = agreement_group(topology.groups, timeout)
+        watch.cover(agreeing)
         servers = topology.place.size
         self.server = AttentionServer(
-            agreement=Agreement(agreement_group(topology.groups, timeout), servers, everything),
+            agreement=Agreement(agreeing, servers, everything, watch),
             exchange=make_exchange(
                 config.exchange or "nccl",  # peer copies were never tried beside the stages' own sends
                 self._exchange_group,
                 engine.device,
                 timeout=config.timeout_seconds,
                 staging_mib=config.staging_mib,
+                watch=watch,
             ),
             server=topology.server,
             cost=cost,
@@ -119,6 +183,7 @@ class PipelineRuntime:
             accumulation_steps=engine.gradient_accumulation_steps,
             ranks=topology.all_replicas,
             step=lambda: engine.global_steps,
+            watch=watch,
         )
         self._topology = topology
         self._layers = len(module.stage_windows[engine.stage_id])
@@ -161,7 +226,10 @@ class PipelineRuntime:
         return self.server.stats
 
     def detach(self) -> None:
-        """Gives the engine its own methods back; ``engine.distca`` stays, out of use."""
+        """Gives the engine its own methods back; ``engine.distca`` stays, out of use, until the plugin is attached
+        anew. To be called on all ranks."""
+        self.detached = True
+        self._watch.close()
         for name in ("_exec_schedule", "_INSTRUCTION_MAP", "_next_batch"):
             self._engine.__dict__.pop(name, None)
 
@@ -202,8 +270,13 @@ class PipelineRuntime:
         else:
             self._ticks = passes(schedule)
         try:
-            self._begin(schedule.micro_batches)
-            self._exec_schedule(schedule)
+            self._watch.begin()
+            try:
+                self._begin(schedule.micro_batches)
+            finally:
+                self._watch.given_up()
+            with self._watch.phase("the pipeline's schedule"):
+                self._exec_schedule(schedule)
         finally:
             self._engine.__dict__.pop("_next_batch", None)
             self._open.clear()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key-value store by which torch's processes have met, and a way to end the waits of a gloo group.
+
+Ranks tell each other by the store what cannot be said by a collective: that a rank differs, has failed or is gone, at
+a time when the others may wait in any collective, or in none.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+#: No message of ours or of torch's has it.
+_NO_MESSAGE = 0x64697374
+
+
+class StoreError(RuntimeError):
+    """There is no store by which ranks could talk."""
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group: a connection of its own, where the store's kind has such, so that nobody
+    waits for another thread's call. By a private name of torch (tried with 2.11 to 2.13).
+
+    Raises:
+        StoreError: torch no longer has that name, or the process group was made without a store.
+    """
+    try:
+        store = dist.distributed_c10d._get_default_store()
+    except (AttributeError, ValueError, KeyError) as error:
+        raise StoreError(
+            f"torch {torch.__version__} has no store by which the ranks could say what they run ({error}); "
+            "initialize torch.distributed with gloo or nccl, under a version of torch that the README names"
+        ) from error
+    if store is None:
+        raise StoreError("the default process group has no store; initialize torch.distributed with gloo or nccl")
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Ends all waits in a gloo group, of this process and of those that wait for it, with an error; the group is of no
+    use afterwards. gloo's own `abort` ends none (torch 2.13). A receive that is not over in time closes all
+    connections of its group, and this one, which nobody answers, is not.
+    """
+    peer = (group.rank() + 1) % group.size()
+    if peer != group.rank():
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1)], peer, _NO_MESSAGE).wait(timedelta(milliseconds=1))

@@ -112,7 +112,9 @@ class TinyForwards:
         handles += [m.register_forward_hook(self._after) for m in {self._decoder, self._base}]
         handles += [m.register_forward_hook(self._step) for m in self._steps_of]
         try:
-            with untouched(self._module, self._device), warnings.catch_warnings():
+            # Compiled models would be compiled for these rows alone.
+            eager = torch.compiler.set_stance("force_eager")
+            with untouched(self._module, self._device), eager, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
         finally:

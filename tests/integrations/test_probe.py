@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def contract_of(model: LlamaForCausalLM, module: nn.Module | None = None, probe: bool = True) -> Contract:
-    return find_contract(module or model, model, attention_modules(model), device=CPU, probe=probe)
+    return find_contract(model if module is None else module, model, attention_modules(model), device=CPU, probe=probe)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -130,7 +130,20 @@ class Pairs(Trainer):
         return self.decoder(batch["chosen"]).logits - self.decoder(batch["rejected"]).logits
 
 
-@pytest.mark.parametrize("around", [Trainer, Weighing, Batches, Pairs])
+def adapted(decoder: LlamaForCausalLM) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(decoder, LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+
+def compiled(decoder: LlamaForCausalLM) -> nn.Module:
+    def backend(*_):
+        raise AssertionError("compiled for a few tokens")
+
+    return torch.compile(decoder, backend=backend)
+
+
+@pytest.mark.parametrize("around", [Trainer, Weighing, Batches, Pairs, adapted, compiled])
 def test_what_is_around_a_decoder_may_want_anything(around):
     model = llama()
     assert contract_of(model, around(model)) == Contract()

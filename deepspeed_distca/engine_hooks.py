@@ -41,6 +41,7 @@ from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.tasks import AttentionSpec
 from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config, parse_config
+from deepspeed_distca.integrations.contract import find_contract
 from deepspeed_distca.integrations.cost_choice import cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.integrations.monitor import StepMonitor
 from deepspeed_distca.integrations.optional_ping_pong import OptionalPingPong
@@ -63,6 +64,7 @@ from deepspeed_distca.scheduler.profiles import Choice
 _ORIGINAL = "_distca_original"
 #: Seconds that a rank without a block waits for the others, which may have one.
 _QUIET_SECONDS = 30.0
+_ATTACHED = "whether the engine has the plugin already"
 
 
 def install() -> None:
@@ -123,15 +125,14 @@ def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -
         attached = None
     try:
         given = {BLOCK: config} if config is not None else engine.config
-        options = get_distca_config(given)
         if attached is not None:
             if config is not None:
                 raise DistCAConfigError("the engine has the plugin already; call engine.distca.detach() first")
-            hello, seconds = Hello("on", {"whether the plugin is attached already": True}), options.timeout_seconds
-        elif options is not None:
+            hello, seconds = Hello("on", {_ATTACHED: True}), attached.config.timeout_seconds
+        elif (options := get_distca_config(given)) is not None:
             seconds = options.timeout_seconds
             prepared = _prepare(engine, options)
-            hello = Hello("on", {**_facts(engine, options), **prepared.same}, prepared.own)
+            hello = Hello("on", {_ATTACHED: False, **_facts(engine, options), **prepared.same}, prepared.own)
         elif given.get(BLOCK) is not None:
             seconds = min(seconds, parse_config(given[BLOCK]).timeout_seconds)
     except Exception as raised:  # whatever it is, all ranks must know
@@ -332,11 +333,16 @@ class Runtime:
             ping_pong=nano_batches,
             watch=watch,
         )
+        with self._everyone.all_or_none("use its model"):
+            contract = find_contract(
+                engine.module, decoder, modules, device=next(decoder.parameters()).device, probe=config.probe
+            )
         self._hooks = DecoderHooks(
             decoder,
             modules,
             windows,
             self,
+            contract=contract,
             weight_loss=config.token_weighted_loss,
             keep_attention=config.keep_attention,
         )
@@ -378,8 +384,9 @@ class Runtime:
         if isinstance(description, Description):
             optional = isinstance(self._ping_pong, OptionalPingPong)
             in_two = optional and self._ping_pong.ready(self.server.favoured_two)
-            digest = getattr(description, "tokens_digest", 0)
-            given = MicroBatch(description.layout, description.targets, description.step_targets, in_two, digest)
+            given = MicroBatch(
+                description.layout, description.targets, description.step_targets, in_two, description.tokens_digest
+            )
         pending = PendingPlan(self.server.gather(given), self.server.plan, device)
         if isinstance(given, Exception):
             pending.result()  # raises: the model could not run on such an input anyway

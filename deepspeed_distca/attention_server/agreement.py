@@ -41,6 +41,8 @@ _ERROR_BYTES = 8 * (_SIZE - 1)
 _COUNTS_END = 2**62
 #: How often this rank looks whether others have left the micro-batch for which it waits.
 _LOOK = timedelta(milliseconds=200)
+#: Seconds in which the reason for what others do must have come.
+_NEWS = 1.0
 
 
 class _Kind(IntEnum):
@@ -349,6 +351,10 @@ class Agreement:
             gathered = torch.stack(out).numpy()
             kinds = gathered[:, 0]
             if (kinds != kinds[0]).any():
+                if (
+                    self._watch is not None and message[0] != _Kind.MICRO_BATCH
+                ):  # the others have gone on, not this one
+                    self._raise_if_left(_NEWS)
                 asked = zip(self._ranks, kinds.tolist(), strict=True)
                 asked = ", ".join(f"rank {r}: {_Kind(k).name.lower()}" for r, k in asked)
                 raise _OutOfStep(
@@ -359,17 +365,20 @@ class Agreement:
 
         return wait
 
+    def _raise_if_left(self, seconds: float = 0.0) -> None:
+        left = self._watch.left_by_others(seconds)
+        if left:
+            raise MicroBatchLeftError(
+                f"{left}. That rank left the micro-batch before it was planned, and so has this one; both may go on "
+                "to the next"
+            )
+
     def _wait(self, work: dist.Work) -> None:
         if self._watch is None:
             work.wait()
             return
         while not work.is_completed():
-            left = self._watch.left_by_others()
-            if left:
-                raise MicroBatchLeftError(
-                    f"{left}. That rank left the micro-batch before it was planned, and so has this one; both may go "
-                    "on to the next"
-                )
+            self._raise_if_left()
             try:
                 work.wait(_LOOK)
             except RuntimeError:

@@ -227,10 +227,19 @@ class Watch:
             self._post(alarm=text)
         self._phase = OUTSIDE
 
-    def left_by_others(self) -> str | None:
-        """Why another rank left the micro-batch at which this one is, before its plan was made."""
-        note = self._left_note
-        return note[1] if note is not None and note[0] == self._number else None
+    def left_by_others(self, seconds: float = 0.0) -> str | None:
+        """Why another rank left the micro-batch at which this one is, before its plan was made.
+
+        Args:
+            seconds: for which to wait for it.
+        """
+        end = time.monotonic() + seconds
+        while (note := self._left_note) is None or note[0] != self._number:
+            if time.monotonic() >= end or not self._threads:
+                return None
+            self._hurry.set()
+            time.sleep(0.02)
+        return note[1]
 
     def explain(self, error: BaseException) -> RankFailedError:
         """In the place of an error by which a wait for others ended: which rank is to blame, and why. Raises the alarm
@@ -309,6 +318,7 @@ class Watch:
     # -- the thread that talks to the store
 
     def _talk(self) -> None:
+        hurried = False
         try:
             while True:
                 closing = self._closing.is_set()
@@ -319,9 +329,10 @@ class Watch:
                 self._looks += 1
                 if closing or self.failure is not None:
                     break
-                self._look_at_peer()
-                self._look_at_self()
-                self._hurry.wait(_EVERY)
+                if not hurried:  # what is counted by looks is time
+                    self._look_at_peer()
+                    self._look_at_self()
+                hurried = self._hurry.wait(_EVERY)
                 self._hurry.clear()
             while not self._closing.wait(_EVERY):  # the others may still ask for signs of life
                 self._say()

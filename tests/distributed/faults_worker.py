@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on every rank of test_faults.py: a training script one of whose ranks fails, ends, stops or hangs somewhere.
+
+A rank is forked, and ends as the interpreter would end it: the exception printed and kept, what was registered with
+atexit called, and an exit code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import numpy as np
+import torch
+
+import deepspeed_distca
+from deepspeed_distca import engine_hooks
+from deepspeed_distca.attention_server import core_attention, nano_steps
+from tests.distributed.engine_worker import VOCABULARY, ds_config, tiny_llama
+
+#: The micro-batch in which a fault strikes: ranks that have trained once.
+AT = 2
+
+
+def rank_main(case: dict, folder: str, environment: dict[str, str]) -> None:
+    """One rank's process, from its start to its end."""
+    os.environ.clear()
+    os.environ.update(environment)
+    log = os.open(Path(folder, f"log{environment['RANK']}"), os.O_WRONLY | os.O_CREAT, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    torch.set_num_threads(1)
+    code: Any = 0
+    try:
+        script(Fault(case, Path(folder)), case)
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException as error:
+        sys.last_value = error
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Fault:
+    """What happens to one rank, and where."""
+
+    def __init__(self, case: dict, folder: Path) -> None:
+        self.mine = case["rank"] == int(os.environ["RANK"])
+        self._kind, self._place, self._time = case["fault"], case["place"], folder / "time"
+        self.micro_batch = 0
+
+    def __call__(self, place: str) -> None:
+        """This rank is at a place."""
+        early = place in ("hello", "attach")
+        if not self.mine or place != self._place or (not early and self.micro_batch != AT):
+            return
+        self._time.write_text(str(time.time()))
+        if self._kind in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if self._kind == "kill" else signal.SIGSTOP)
+        elif self._kind == "exit":
+            sys.exit(0)
+        elif self._kind == "hang":
+            time.sleep(100)
+        elif self._kind == "interrupt":
+            raise KeyboardInterrupt
+        elif self._kind == "raise":
+            raise ValueError("a made-up fault")
+
+
+def script(fault: Fault, case: dict) -> None:
+    """What a user's script does."""
+    deepspeed.init_distributed("gloo")
+    block: dict | None = {"timeout_seconds": case["seconds"], "granularity": 16, **case["block"]}
+    if fault.mine and case["own_block"] is not None:
+        block = {**block, **case["own_block"]} if case["own_block"] else None
+    if fault.mine and case["fault"] == "absent":
+        deepspeed_distca.uninstall()
+    exchange, meet = engine_hooks.make_exchange, engine_hooks._meet
+
+    def make_exchange(*args: Any, **options: Any) -> Any:
+        fault("attach")
+        return exchange(*args, **options)
+
+    def meeting(*args: Any) -> Any:
+        fault("hello")
+        return meet(*args)
+
+    with mock.patch.multiple(engine_hooks, make_exchange=make_exchange, _meet=meeting):
+        config = ds_config(case["zero"], 1, block)
+        engine, *_ = deepspeed.initialize(model=tiny_llama(), config=config)
+    if case["fault"] == "absent":
+        fault("hello")
+    engine.train()
+    plant(fault, engine)
+    rank = int(os.environ["RANK"])
+    for number in range(1, AT + 2):
+        fault.micro_batch = number
+        try:
+            fault("data")
+            if fault.mine and case["fault"] == "end" and number == AT:
+                return
+            lengths = [200] if rank == 0 else [9, 4]
+            tokens = np.random.default_rng(rank)
+            features = [{"input_ids": tokens.integers(0, VOCABULARY, size=n)} for n in lengths]
+            loss = engine(**deepspeed_distca.PackedSequenceCollator()(features)).loss
+            fault("between")
+            engine.backward(loss)
+            engine.step()
+        except Exception as error:
+            print("RAISED", type(error).__name__, error, flush=True)
+            if fault.mine and case["lives_on"]:
+                time.sleep(100)  # saves, logs, tries again
+            raise
+
+
+def plant(fault: Fault, engine: Any) -> None:
+    """Has the places of a step call the fault."""
+    model = engine.module.model
+    model.embed_tokens.register_forward_pre_hook(lambda *_: fault("embedding"))
+    model.layers[1].mlp.register_forward_pre_hook(lambda *_: fault("layer"))
+
+    def of_gradient(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: fault("backward"))
+
+    model.layers[0].mlp.register_forward_hook(of_gradient)
+    backward, serve, step = core_attention._backward, nano_steps.BackwardSteps.serve, engine._take_model_step
+
+    def attention_backward(*args: Any) -> Any:
+        fault("attention backward")
+        return backward(*args)
+
+    def nano_serve(*args: Any) -> Any:
+        fault("attention backward")
+        return serve(*args)
+
+    def take_step(*args: Any, **options: Any) -> Any:
+        fault("step")
+        return step(*args, **options)
+
+    core_attention._backward, nano_steps.BackwardSteps.serve, engine._take_model_step = (
+        attention_backward,
+        nano_serve,
+        take_step,
+    )
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    script(Fault(given, Path(sys.argv[2])), given)

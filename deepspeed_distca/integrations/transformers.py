@@ -53,7 +53,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_CAUSAL = Contract()
 #: What describes documents to kernels of transformers' own; the plan says it all.
 _KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 #: From these some models make masks that differ from batch to batch: attention both ways among an image's tokens.
@@ -132,7 +131,7 @@ class DecoderHooks:
         windows: list[int | None],
         planner: Planner,
         *,
-        contract: Contract = _CAUSAL,
+        contract: Contract,
         weight_loss: bool,
         keep_attention: bool,
     ) -> None:

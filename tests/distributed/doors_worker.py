@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches and models at the plugin's borders, on two ranks: what comes out, against every document run alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    MBartConfig,
+    MBartForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
+
+from deepspeed_distca import Layout, PackedSequenceCollator
+from deepspeed_distca.data.from_layout import batch_from_layout
+
+VOCABULARY = 97
+LENGTHS = [[13, 5, 29], [3, 7, 2]]
+SMALL = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    use_cache=False,
+)
+
+
+def run() -> dict[str, Any]:
+    """Every scenario's outcome by its name: the largest relative error of loss and gradients, or an error's words."""
+    deepspeed.init_distributed()
+    found = {}
+    for name, scenario in SCENARIOS.items():
+        try:
+            found[name] = scenario()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return found
+
+
+def documents(lengths: list[list[int]], rank: int | None = None) -> list[list[int]]:
+    """Token ids of a rank's documents, or of all."""
+    draw = torch.Generator().manual_seed(5)
+    made = [[torch.randint(1, VOCABULARY, (n,), generator=draw).tolist() for n in row] for row in lengths]
+    return made[rank] if rank is not None else [d for row in made for d in row]
+
+
+def mine() -> list[list[int]]:
+    return documents(LENGTHS, dist.get_rank())
+
+
+def engine_of(model: torch.nn.Module, **config: Any) -> Any:
+    block = {"granularity": 1, "min_gain": 0.0, "tolerance": 0.0, "timeout_seconds": 60.0, **config.pop("block", {})}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "distca": block,
+            **config,
+        },
+    )
+    engine.train()
+    return engine
+
+
+def alone(
+    model: torch.nn.Module, all_documents: list[list[int]], forward: Callable | None = None
+) -> tuple[float, list[torch.Tensor]]:
+    """Mean loss over the targets of documents that are run one by one, and every parameter's gradient."""
+    model.train()
+    targets = sum(len(d) - 1 for d in all_documents)
+    total = 0.0
+    for document in all_documents:
+        if len(document) < 2:
+            continue
+        ids = torch.tensor([document])
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        loss = cross_entropy(logits, ids[0, 1:], reduction="sum") / targets
+        loss.backward()
+        total += loss.item()
+    return total, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def worst(make: Callable[[], torch.nn.Module], all_documents: list[list[int]], batch: dict[str, Any]) -> float:
+    """The largest relative error of a micro-batch's loss and gradients."""
+    wanted, references = alone(make(), all_documents)
+    engine = engine_of(make())
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    error = abs(float(total) / dist.get_world_size() - wanted) / wanted
+    largest = max(float(g.norm()) for g in references)
+    for parameter, reference in zip(engine.module.parameters(), references, strict=True):
+        gradient = torch.zeros_like(reference) if parameter.grad is None else parameter.grad
+        error = max(error, float((gradient - reference).norm()) / max(float(reference.norm()), 1e-3 * largest))
+    return error
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL))
+
+
+def phi(limit: int = 16) -> Phi3ForCausalLM:
+    """Its rotary frequencies are others for rows of more than `limit` tokens."""
+    torch.manual_seed(0)
+    rope = dict(
+        rope_type="longrope",
+        rope_theta=1e4,
+        short_factor=[1.0] * 4,
+        long_factor=[4.0, 3.0, 2.0, 1.5],
+        original_max_position_embeddings=limit,
+    )
+    config = Phi3Config(
+        **SMALL,
+        max_position_embeddings=64,
+        original_max_position_embeddings=limit,
+        rope_parameters=rope,
+        pad_token_id=0,
+        sliding_window=None,
+    )
+    return Phi3ForCausalLM(config)
+
+
+def dynamic() -> LlamaForCausalLM:
+    """Its rotary frequencies follow the length beyond 16 tokens."""
+    torch.manual_seed(0)
+    rope = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, max_position_embeddings=16, rope_parameters=rope))
+
+
+def opt() -> OPTForCausalLM:
+    torch.manual_seed(0)
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            dropout=0.0,
+            use_cache=False,
+        )
+    )
+
+
+def mbart() -> MBartForCausalLM:
+    return MBartForCausalLM(
+        MBartConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            decoder_layers=2,
+            decoder_attention_heads=4,
+            decoder_ffn_dim=48,
+            max_position_embeddings=128,
+            dropout=0.0,
+            is_encoder_decoder=False,
+            is_decoder=True,
+            use_cache=False,
+        )
+    )
+
+
+def mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            **SMALL,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=None,
+            output_router_logits=True,
+            router_aux_loss_coef=0.5,
+        )
+    )
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def row(given: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([list(itertools.chain(*given))])
+
+
+def positions(given: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([[i for d in given for i in range(len(d))]])
+
+
+def numbers(given: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([[k for k, d in enumerate(given, 1) for _ in d]])
+
+
+def padded_behind(row: torch.Tensor, value: int) -> torch.Tensor:
+    return torch.cat([row, torch.full((1, 4), value)], 1)
+
+
+def padded(given: list[list[int]], left: bool) -> dict[str, torch.Tensor]:
+    """A document a row."""
+    longest = max(map(len, given))
+
+    def pad(values: list[int], value: int) -> list[int]:
+        fill = [value] * (longest - len(values))
+        return fill + values if left else values + fill
+
+    return {
+        "input_ids": torch.tensor([pad(d, 0) for d in given]),
+        "attention_mask": torch.tensor([pad([1] * len(d), 0) for d in given]),
+        "labels": torch.tensor([pad(d, -100) for d in given]),
+    }
+
+
+def collated(given: list[list[int]]) -> dict[str, Any]:
+    return PackedSequenceCollator()([{"input_ids": d} for d in given])
+
+
+# -- scenarios --------------------------------------------------------------------------------------------------------
+
+
+def numbered_mask() -> float:
+    """As LLaMA-Factory and axolotl pack: documents numbered from 1, padding 0, beside position ids."""
+    given = mine()
+    batch = {
+        "input_ids": padded_behind(row(given), 0),
+        "attention_mask": padded_behind(numbers(given), 0),
+        "position_ids": padded_behind(positions(given), 0),
+        "labels": padded_behind(row(given), 0),  # targets across documents and on padding, which are left out
+    }
+    return worst(llama, documents(LENGTHS), batch)
+
+
+def longrope_packed() -> float:
+    return worst(phi, documents(LENGTHS), collated(mine()))
+
+
+def longrope_spanning() -> float:
+    """A long document over both ranks, each of which has less of it than the frequencies' limit."""
+    layout = Layout.from_ranks([[(0, 0, 14), (1, 0, 5)], [(0, 14, 10), (2, 0, 7)]])
+    given = documents([[24, 5, 7]])
+    batch = batch_from_layout(dict(enumerate(given)), layout, dist.get_rank())
+    return worst(phi, given, batch)
+
+
+def dynamic_short() -> float:
+    given = [[13, 5, 15], [3, 7, 2]]
+    return worst(dynamic, documents(given), collated(documents(given, dist.get_rank())))
+
+
+def dynamic_long() -> float:
+    return worst(dynamic, documents(LENGTHS), collated(mine()))
+
+
+def left_padded_opt() -> float:
+    """It makes its positions of the mask."""
+    return worst(opt, documents(LENGTHS), padded(mine(), left=True))
+
+
+def shifted_model() -> float:
+    return worst(mbart, documents(LENGTHS), collated(mine()))
+
+
+def router_loss() -> float:
+    """The router's loss of padded rows is that of the model without the plugin, which leaves padding out."""
+    batch = padded(mine(), left=False)
+    plain = mixtral()(**batch).aux_loss
+    loss = engine_of(mixtral())(**batch).aux_loss
+    return abs(float(loss - plain)) / float(plain)
+
+
+def stand_in() -> float:
+    """Rank 1 has no documents, and rank 0's loss does not count: the router gets no gradient from the stand-in."""
+    first = dist.get_rank() == 0
+    engine = engine_of(mixtral())
+    output = engine(**(collated(mine()) if first else collated([])))
+    assert first or float(output.aux_loss) == float(output.loss) == 0
+    engine.backward(output.loss * float(not first))
+    return max(float(p.grad.abs().max()) for p in engine.module.parameters())
+
+
+def own_mean() -> float:
+    """Token classification takes the mean of its own targets: the plugin weights it over all ranks."""
+
+    def make() -> LlamaForTokenClassification:
+        torch.manual_seed(0)
+        return LlamaForTokenClassification(LlamaConfig(**SMALL, num_labels=5, classifier_dropout=0.0))
+
+    def batch_of(given: list[list[int]]) -> dict[str, torch.Tensor]:
+        labels = row(given) % 5
+        labels[row(given) % 3 == 0] = -100
+        return {"input_ids": row(given), "position_ids": positions(given), "labels": labels}
+
+    reference = make()
+    counted = total = 0
+    for document in documents(LENGTHS):
+        batch = batch_of([document])
+        count = int((batch["labels"] != -100).sum())
+        if count:
+            total = total + reference(**batch).loss * count
+            counted += count
+    (total / counted).backward()
+    engine = engine_of(make())
+    engine.backward(engine(**batch_of(mine())).loss)
+    return max(
+        float((p.grad - r.grad).norm()) / max(float(r.grad.norm()), 1e-6)
+        for p, r in zip(engine.module.parameters(), reference.parameters(), strict=True)
+    )
+
+
+def tensor_parallel() -> float:
+    """Both ranks are one data-parallel rank, and DeepSpeed compares their arguments in the first forward."""
+    given = documents(LENGTHS, 0)
+    wanted, _ = alone(llama(), given)
+    engine = engine_of(llama(), tensor_parallel={"autotp_size": 2})
+    errors = []
+    for _ in range(2):
+        loss = engine(input_ids=row(given), position_ids=positions(given), labels=row(given)).loss
+        errors.append(abs(loss.item() - wanted) / wanted)
+    assert engine.first_dataloader_check.id not in engine.module._forward_pre_hooks  # it has looked, and gone
+    return max(errors)
+
+
+def one_bad_rank(spoil: Callable[[dict[str, Any]], None]) -> Callable[[], str]:
+    """Both ranks get an error, and the next micro-batch is right again."""
+
+    def scenario() -> str:
+        engine = engine_of(llama())
+        batch = collated(mine())
+        if dist.get_rank() == 1:
+            spoil(batch)
+        try:
+            engine(**batch)
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}"
+        else:
+            words = "no error"
+        engine(**collated(mine()))
+        return words
+
+    return scenario
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    "numbered mask": numbered_mask,
+    "longrope, packed": longrope_packed,
+    "longrope, a document over two ranks": longrope_spanning,
+    "dynamic rope, short documents": dynamic_short,
+    "dynamic rope, a long document": dynamic_long,
+    "left-padded rows, positions from the mask": left_padded_opt,
+    "a model without position ids": shifted_model,
+    "router loss of padded rows": router_loss,
+    "a stand-in token": stand_in,
+    "own mean": own_mean,
+    "ids out of range": one_bad_rank(lambda b: b["input_ids"].fill_(10**6)),
+    "negative num_targets": one_bad_rank(lambda b: b.update(num_targets=-7)),
+    "float cu_seqlens": one_bad_rank(lambda b: b.update(layout=None, cu_seqlens=torch.tensor([0.0, 2.9, 12.0]))),
+    # Last: DeepSpeed keeps the groups that it makes for it.
+    "tensor parallelism": tensor_parallel,
+}

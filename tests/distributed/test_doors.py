@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes in through the doors is exact or refused, on two ranks: see doors_worker."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.distributed import doors_worker
+from tests.distributed.harness import run_ranks
+
+EXACT = 1e-5
+#: Words of the error on rank 0 and on rank 1.
+REFUSED = {
+    "dynamic rope, a long document": ("29 tokens", "29 tokens"),
+    "a model without position ids": ("MBartForCausalLM", "MBartForCausalLM"),
+    "ids out of range": ("rank 1 .*1000000", "1000000"),
+    "negative num_targets": ("rank 1 .*-7", "-7"),
+    "float cu_seqlens": ("rank 1 .*cu_seqlens holds float", "cu_seqlens holds float"),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict]:
+    return run_ranks("tests.distributed.doors_worker:run", 2, timeout=280)
+
+
+@pytest.mark.parametrize("name", [name for name in doors_worker.SCENARIOS if name not in REFUSED])
+def test_exact(found, name):
+    for rank, outcomes in enumerate(found):
+        outcome = outcomes[name]
+        assert isinstance(outcome, float) and outcome <= EXACT, f"rank {rank}: {outcome}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_every_rank(found, name):
+    for outcomes, words in zip(found, REFUSED[name], strict=True):
+        assert isinstance(outcomes[name], str)
+        assert re.search(words, outcomes[name], re.DOTALL), outcomes[name]

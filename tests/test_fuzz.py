@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A minute of the random cases that ``python -m tests.fuzz`` tries for as long as it is told."""
+
+from __future__ import annotations
+
+import collections
+
+from tests.distributed.harness import run_ranks
+from tests.fuzz.batches import check_batch
+from tests.scheduler.random_checks import check_plan
+
+
+def test_batches_that_describe_their_documents_in_random_combinations():
+    found = collections.Counter(check_batch(seed) for seed in range(3000))
+    # Cases of every kind were there, so that the comparison was one.
+    assert found["exact"] > 1000 and len(found) > 30
+
+
+def test_random_batches_through_an_engine():
+    found = run_ranks("tests.fuzz.engine:main", 2, timeout=280, first=0, count=250, seconds=60)
+    assert found[0] == found[1]
+    assert found[0]["exact"] > 20
+
+
+def test_random_plans():
+    for seed in range(1000):
+        check_plan(seed)

@@ -242,13 +242,15 @@ class Moves:
             best = self._better(best, server, piece, wanted)
         # Who has the document's keys. A room that is too small for anything else may do for the last remainder.
         least = min(wanted, self._least_room(server, self._total))
-        fitting = [self._least_fitting(piece) for piece in looked]
-        for piece, fits in zip(looked, fitting, strict=True):
-            needed = max(least, fits)
-            for holder in self._holdings.servers(piece.document):
+        for piece in looked:
+            holders = self._holdings.servers(piece.document)
+            # Not worth working out for a few. A document on hundreds of servers would take that many looks every time.
+            needed = max(least, self._least_fitting(piece)) if len(holders) > _LOOK_AT else least
+            for holder in holders:
                 if holder != server and self._room.get(holder, 0) >= needed:
                     best = self._better(best, holder, piece, wanted)
         if best is None and (self._cap is not None or room < rooms[-1][0]):
+            fitting = [self._least_fitting(piece) for piece in looked]
             for room, minus_server in reversed(rooms):
                 for piece, fits in zip(looked, fitting, strict=True):
                     if room >= fits:

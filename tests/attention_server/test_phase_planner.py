@@ -31,7 +31,7 @@ MODEL = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_hea
 FLOPS = linear_flops(MODEL)
 HEADS = Heads(32, 8, 128)
 NVLINK = CostModel.fitted(HEADS)
-FREE = replace(CostModel.area(HEADS), bytes_per_second=10**30, latency=0)
+FREE = replace(CostModel.area(HEADS), bytes_per_second=10**18, latency=0)
 GPU = torch.device("cuda", 0)
 PHASES = ["forward", "backward"]
 

@@ -93,7 +93,7 @@ def test_a_plan_that_saves_too_little_keeps_every_row_at_home(lengths, weights, 
     layout = Layout.from_lengths(lengths)
     weights = None if weights is None else tuple(weights[: layout.num_ranks])
     speeds = np.array(weights or [1] * layout.num_ranks) / np.mean(weights or [1])
-    cost = replace(CostModel.area(Heads()), bytes_per_second=10**30, latency=0)
+    cost = replace(CostModel.area(Heads()), bytes_per_second=10**18, latency=0)
     flops = 10_000_000
     spread, start = weights, 0.0
     if weights is not None:

@@ -16,10 +16,10 @@ FIT = CostModel.fitted(Heads())
 SMALL = Layout.from_ranks([[(0, 0, 488), (3, 0, 312)], [], [(1, 0, 2300), (2, 0, 34)]])
 
 
-@pytest.mark.parametrize("part", range(6))
-def test_random_plans_keep_their_promises(part):
-    for seed in range(100 * part, 100 * part + 100):
-        check_plan(seed)
+#: Of plans that once broke a promise: weight 0 (the first five), and the bound.
+@pytest.mark.parametrize("seed", [24, 115, 215, 337, 586, 152, 10022, 10131, 10618, 11813, 12067, 12265, 20976, 24839])
+def test_plans_that_broke_a_promise(seed):
+    check_plan(seed)
 
 
 def test_cases_come_from_their_seed_and_have_every_option():

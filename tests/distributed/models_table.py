@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/models.md from what the model tests found: python -m tests.distributed.models_table rewrites it."""
+"""docs/models.md from what the sweep over all decoders found: python -m tests.distributed.models_table rewrites it."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
+import re
 from typing import Any
 
 import transformers
@@ -13,29 +14,40 @@ from tests.distributed.harness import ROOT, run_ranks
 
 PAGE = ROOT / "docs" / "models.md"
 BOUND = 1e-5
+#: The sweep is cut into so many parts, each a run of two ranks and a test.
+PARTS = 4
 
 _TEXT = """# Models
 
-Causal decoders whose attention goes through the attention interface of transformers. The tables are made by the
-tests (`python -m tests.distributed.models_table`, transformers {version}); a test fails when they no longer say what
-it finds.
+All {count} model types of transformers' causal decoders (`MODEL_FOR_CAUSAL_LM_MAPPING` of transformers {version}) were
+tried: {exact_count} are exact, {refused_count} are refused by an error, {absent_count} cannot be tried.
+`python -m tests.distributed.models_table` makes this page, and a test fails when it no longer says what is found.
 
-**Exact** means: a tiny random instance in fp32 over two ranks, five documents of 1 to 47 tokens of which one continues
-on the second rank, windows of {window} keys, attention tasks moved between the ranks. The loss and every parameter's
-gradient equal those of each document run alone in one process with the model's own eager attention, to a relative
-{bound:g}.
+## Exact
+
+A tiny random instance in fp32 on two ranks, with attention tasks moved between them: five documents of 1 to 47 tokens,
+windows of {window} keys. The documents were given in four ways: one that continues on the next rank, whole ones packed
+by position ids, rows padded on the right, rows padded on the left. Each time the loss and every parameter's gradient
+equal those of each document run alone in one process by the model's own attention, to a relative {bound:g}. A router
+loss is a mean over a rank's tokens, and equals the model's own on the same rows padded.
 
 {exact}
 
 ## Refused
 
-With an error that names the model and the reason, when `deepspeed.initialize` is called or, where it only shows there,
-in the first forward. Nothing is trained wrongly in the meantime; `"enabled": false` in the `distca` block runs the
-model without the plugin.
+By an error that names the model or its module, when `deepspeed.initialize` is called or in the first forward, before
+anything is trained. `"enabled": false` in the `distca` block runs such a model without the plugin.
 
 {refused}
 
-Models that are not in these tables: the first forward of every model is looked at. Each of its attention modules must
+## Not applicable
+
+{absent}
+
+## Models that are not in these tables
+
+Every model is tried on a few tiny documents when `deepspeed.initialize` is called: what it makes of a packed document
+must be what it makes of the document alone. Its first forward is looked at, too: each of its attention modules must
 call the interface once, with the window it was planned with, and the mask that transformers would have built for it
 must be causal attention inside documents with that very window. What differs is refused.
 
@@ -48,53 +60,104 @@ and several models in one process are covered by `tests/integrations`.
 """
 
 
-def measure(world: int = 2) -> dict[str, Any]:
-    """Runs all families over two ranks: results by rank merged to the worst."""
-    ranks = run_ranks(
-        "tests.distributed.models_worker:run",
-        world,
-        timeout=280,
-        names=list(model_families.EXACT),
-        refused=list(model_families.REFUSED_RUNNING),
+def part_names(part: int) -> list[str]:
+    """The models of a part, by the alphabet."""
+    names = list(model_families.ALL)
+    size = -(-len(names) // PARTS)
+    return names[part * size : (part + 1) * size]
+
+
+@functools.cache
+def measure(part: int) -> list[dict[str, Any]]:
+    """Runs a part of the models over two ranks; of each model, what is worse of what the ranks found."""
+    ranks = run_ranks("tests.distributed.models_worker:run", 2, timeout=280, names=part_names(part))
+    return [max(found, key=_badness) for found in zip(*ranks, strict=True)]
+
+
+def _badness(found: dict[str, Any]) -> tuple[bool, float]:
+    return fault(found) is not None, max(
+        (way.get("error", 0.0) for way in found.get("ways", {}).values()), default=0.0
     )
-    exact = []
-    for results in zip(*(rank["exact"] for rank in ranks), strict=True):
-        failed = [r for r in results if "error" in r]
-        exact.append(failed[0] if failed else max(results, key=lambda r: max(r["gradient_error"], r["loss_error"])))
-    return {"exact": exact, "refused": [rank["refused"] for rank in ranks]}
 
 
-def page(exact: list[dict], refused: dict[str, str]) -> str:
+def fault(found: dict[str, Any]) -> str | None:
+    """What is wrong with what was found of a model; None: it is exact, refused by name, or has a reason."""
+    name = found["name"]
+    if "failed" in found:
+        return f"{name}: {found['failed']}"
+    if "absent" in found:
+        return None if name in model_families.NOT_APPLICABLE else f"{name} does not run alone: {found['absent']}"
+    for way, outcome in {"": found, **found.get("ways", {})}.items():
+        if "refused" in outcome and not outcome["by_name"]:
+            return f"{name} {way}: refused without a name: {outcome['refused']}"
+        if "error" in outcome and outcome["error"] > BOUND:
+            return f"{name} {way}: off by {outcome['error']:.1e} ({outcome['parameter']})"
+        if outcome.get("bytes_moved") == 0:
+            return f"{name} {way}: nothing was moved"
+    return None
+
+
+def _refusals(found: dict[str, Any]) -> list[str]:
+    return [outcome["refused"] for outcome in (found, *found.get("ways", {}).values()) if "refused" in outcome]
+
+
+def _reason(message: str, cls: str) -> str:
+    """A refusal's words without the model's name, its numbers and the remedy, so that models share them."""
+    message = re.split(r"[.;] (?:Set|set|Leave|only|`?distca)", message)[0]
+    message = re.sub(rf"^{cls}(?: \([\w-]+\))?:? ", "", message)
+    message = re.sub(r"^\w*Attention\w*:? ", "its attention: ", message)
+    message = re.sub(r" \(by [\d.e+-]+\)", "", message)
+    return re.sub(r"\[\d+(, \d+)+\]", "[…]", message).strip()
+
+
+def page(results: list[dict[str, Any]]) -> str:
     """The text of docs/models.md."""
-    rows = ["| model | class | features | exact |", "|---|---|---|---|"]
-    for r in exact:
-        good = "error" not in r and max(r["gradient_error"], r["loss_error"]) <= BOUND and r["bytes_moved"] > 0
-        rows.append(f"| {r['name']} | `{r.get('class', '')}` | {r.get('features', '')} | {'yes' if good else 'NO'} |")
-    reasons = ["| model | the error |", "|---|---|"]
-    reasons += [f"| {name} | {message.split('. Set `distca')[0]} |" for name, message in refused.items()]
+    exact = ["| model | class | features |", "|---|---|---|"]
+    refused: dict[str, list[str]] = {}
+    absent: dict[str, list[str]] = {}
+    for found in results:
+        name = found["name"]
+        if "absent" in found:
+            absent.setdefault(model_families.NOT_APPLICABLE.get(name, found["absent"]), []).append(name)
+            continue
+        if fault(found) is not None:
+            exact.append(f"| {name} | `{found.get('class', '')}` | WRONG: {fault(found)} |")
+            continue
+        refusals = _refusals(found)
+        ways = [way for way, outcome in found.get("ways", {}).items() if "refused" not in outcome]
+        if ways:
+            notes = [found["features"]] if found["features"] else []
+            notes += ["router loss"] * ("router loss" in ways)
+            notes += [f"refused: {way}" for way in found["ways"] if way not in ways]
+            exact.append(f"| {name} | `{found['class']}` | {', '.join(notes)} |")
+        if refusals and not ways:
+            refused.setdefault(_reason(refusals[0], found["class"]), []).append(name)
+    tables = []
+    for reasons in (refused, absent):
+        rows = ["| models | reason |", "|---|---|"]
+        rows += [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
+        tables.append("\n".join(rows))
     return _TEXT.format(
         version=".".join(transformers.__version__.split(".")[:2]),
+        count=len(model_families.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        exact_count=_types(row.split(" | ")[0][2:] for row in exact[2:]),
+        refused_count=_types(name for names in refused.values() for name in names),
+        absent_count=_types(name for names in absent.values() for name in names),
         window=model_families.WINDOW,
         bound=BOUND,
-        exact="\n".join(rows),
-        refused="\n".join(reasons),
+        exact="\n".join(exact),
+        refused=tables[0],
+        absent=tables[1],
     )
 
 
-def refused_at_once() -> dict[str, str]:
-    """The errors of models that are refused before they run."""
-    from deepspeed_distca.integrations.transformers import UnsupportedModelError, attention_modules
-
-    messages = {}
-    for name, (model_type, options, _) in model_families.REFUSED.items():
-        try:
-            attention_modules(model_families.build(model_type, options))
-            messages[name] = "not refused"
-        except UnsupportedModelError as error:
-            messages[name] = str(error)
-    return messages
+def _types(names: Any) -> int:
+    """How many of the names are model types, not variants."""
+    return sum(name not in model_families.VARIANTS for name in names)
 
 
 if __name__ == "__main__":
-    found = measure()
-    Path(PAGE).write_text(page(found["exact"], {**refused_at_once(), **found["refused"][0]}))
+    everything = [found for part in range(PARTS) for found in measure(part)]
+    for wrong in filter(None, map(fault, everything)):
+        print(wrong)
+    PAGE.write_text(page(everything))

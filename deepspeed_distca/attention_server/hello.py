@@ -9,13 +9,13 @@ has an error of its own and a rank that says nothing are known to all of them wi
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -26,9 +26,11 @@ from deepspeed_distca.attention_server.rank_store import default_store
 _LINGER = 2.0
 #: Ranks that an error lists by number.
 _LISTED = 16
+_DECIDED = "decided: "
 
-#: How often this process has said hello, by default process group: all ranks do it equally often.
-_SAID: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
+#: Numbers this process's hellos: all ranks say it equally often. Never again from the start, since a store may outlive
+#: a process group.
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,16 @@ def say_hello(hello: Hello, seconds: float) -> tuple[int, list[Hello] | None]:
     Raises:
         AgreementError: some rank is on, and the ranks cannot go on together; the same on every rank.
     """
-    number = _SAID.get(dist.group.WORLD, 0)
-    _SAID[dist.group.WORLD] = number + 1
+    number = next(_NUMBERS)
     world = dist.get_world_size()
     try:
         notes = _Notes(number)
         notes.leave(hello)
         if not seconds:
             return number, None
-        came = notes.read(seconds)
-        problem = _problem(hello, came, world, seconds)
+        missing = notes.wait(seconds)
+        came = notes.read(some_are_missing=bool(missing))
+        problem = _problem(came, missing)
         if problem:
             notes.linger()
     except (RuntimeError, OSError) as error:
@@ -112,18 +114,33 @@ class _Notes:
         self._store.set(self._key("text", digest), text)
         self._store.set(self._key("rank", dist.get_rank()), digest)
         if self._store.add(self._key("came"), 1) == self._world:
-            self._store.set(self._key("all"), "1")
+            self._decide("")
 
-    def read(self, seconds: float) -> dict[int, Hello]:
-        """The notes of those that came within the time, by rank."""
+    def wait(self, seconds: float) -> str:
+        """Waits for the notes of all ranks; says who did not come, and is empty where all did. Whoever is the first to
+        know decides it for all: nobody goes on while another has given up."""
+        if not _until(lambda: self._store.check([self._key("decided")]), seconds):
+            missing = [rank for rank in range(self._world) if not self._store.check([self._key("rank", rank)])]
+            if missing:
+                self._decide(
+                    f"ranks {ranks_in_words(missing)} said nothing within {seconds:g} s (`distca.timeout_seconds`) "
+                    f"that rank {dist.get_rank()} waited"
+                )
+        return self._get(self._key("decided")).removeprefix(_DECIDED)
+
+    def _decide(self, missing: str) -> None:
+        self._store.compare_set(self._key("decided"), "", _DECIDED + missing)
+
+    def read(self, *, some_are_missing: bool) -> dict[int, Hello]:
+        """The notes that are there, by rank."""
         ranks = list(range(self._world))
-        if not _until(lambda: self._store.check([self._key("all")]), seconds):
+        if some_are_missing:
             ranks = [rank for rank in ranks if self._store.check([self._key("rank", rank)])]
         digests = [self._get(self._key("rank", rank)) for rank in ranks]
         texts = {digest: Hello(**json.loads(self._get(self._key("text", digest)))) for digest in set(digests)}
         if self._store.add(self._key("read"), 1) == self._world:
             keys = [*(self._key("rank", rank) for rank in ranks), *(self._key("text", digest) for digest in texts)]
-            for key in (*keys, self._key("came"), self._key("all")):
+            for key in (*keys, self._key("came"), self._key("decided")):
                 with suppress(RuntimeError):  # not every kind of store can
                     self._store.delete_key(key)
         return {rank: texts[digest] for rank, digest in zip(ranks, digests, strict=True)}
@@ -152,8 +169,13 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _problem(mine: Hello, came: Mapping[int, Hello], world: int, seconds: float) -> str:
-    """Why the ranks cannot go on together, the same on all that have read the same notes; or nothing."""
+def _problem(came: Mapping[int, Hello], missing: str) -> str:
+    """Why the ranks cannot go on together, the same on all of them; or nothing.
+
+    Args:
+        came: by rank.
+        missing: who did not, in words.
+    """
     on = [rank for rank, hello in came.items() if hello.state == "on"]
     if not on:
         return ""  # whatever the others do, it is no business of ours
@@ -164,12 +186,10 @@ def _problem(mine: Hello, came: Mapping[int, Hello], world: int, seconds: float)
             f"the `distca` block is in force on ranks {ranks_in_words(on)}, but absent or disabled on ranks "
             f"{ranks_in_words(off)}; give all of them the same configuration"
         )
-    missing = [rank for rank in range(world) if rank not in came]
     if missing:
         problems.append(
-            f"ranks {ranks_in_words(missing)} said nothing within {seconds:g} s (`distca.timeout_seconds`). Every "
-            "rank must import deepspeed_distca and call deepspeed.initialize, or attach, equally often; look for an "
-            "earlier error on them"
+            f"{missing}. Every rank must import deepspeed_distca and call deepspeed.initialize, or attach, equally "
+            "often; look for an earlier error on them"
         )
     problems += differences({rank: came[rank].same for rank in on if not came[rank].error})
     return "; ".join(problems)

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +29,14 @@ import torch.distributed as dist
 
 from deepspeed_distca.attention_server.agreement import AgreementError
 from deepspeed_distca.attention_server.rank_store import close_connections, default_store
+from deepspeed_distca.attention_server.signs import (
+    OUTSIDE,
+    Sign,
+    error_in_words,
+    gone_in_words,
+    is_connection_error,
+    silent_in_words,
+)
 
 #: Seconds between two looks.
 _EVERY = 0.5
@@ -43,50 +49,9 @@ _LINGER = 1.0
 #: Seconds over which ranks are looked at to find one that gives no sign of life.
 _SILENT = 1.5
 
-OUTSIDE = "outside of forward, backward and step"
-#: By these words torch's errors of connections and collectives are known, which have no type of their own for gloo.
-_CONNECTION = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|pair closure|socket|timed out waiting|wait timeout", re.I
-)
-
 
 class RankFailedError(AgreementError):
     """Some rank has failed or is gone; the message says which, where and why."""
-
-
-def is_connection_error(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank did not do its part."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, AgreementError)
-        and _CONNECTION.search(str(error)) is not None
-    )
-
-
-@dataclass(frozen=True)
-class _Sign:
-    """A rank's sign of life: how many it has given, at which micro-batch it is and where, whether it has left, and
-    whether its training's thread is in a collective."""
-
-    count: int = 0
-    number: int = 0
-    left: bool = False
-    unfinished: bool = False
-    waits: bool = False
-    place: str = OUTSIDE
-
-    def to_text(self) -> str:
-        return f"{self.count} {self.number} {self.left:d} {self.unfinished:d} {self.waits:d} {self.place}"
-
-    @staticmethod
-    def from_text(text: str) -> _Sign:
-        count, number, left, unfinished, waits, place = text.split(" ", 5)
-        return _Sign(int(count), int(number), left == "1", unfinished == "1", waits == "1", place)
-
-    @property
-    def phase(self) -> str:
-        """The place without its layer."""
-        return self.place.split(",")[0]
 
 
 class Watch:
@@ -115,7 +80,8 @@ class Watch:
         self._known, self._hurry, self._posted = threading.Event(), threading.Event(), threading.Event()
         self._closing = threading.Event()
         self._looks = self._signs_given = 0
-        self._sign, self._stayed_at, self._stayed = _Sign(), (), 0.0
+        self._patience = _STUCK
+        self._sign, self._stayed_at, self._stayed = Sign(), (), 0.0
         self._groups: list[dist.ProcessGroup] = []
         self._releases: list[Callable[[], None]] = []
         self._trainer, self._process = threading.get_ident(), os.getpid()
@@ -220,7 +186,7 @@ class Watch:
             self.explain(error)
             return
         self._told = True
-        text = f"rank {self._rank} failed {self._where()}: {_in_words(error)}"
+        text = f"rank {self._rank} failed {self._where()}: {error_in_words(error)}"
         if self._phase == "forward" and not self._planned:
             self._post(note=(self._number, text))
         else:
@@ -246,14 +212,14 @@ class Watch:
         if nobody else has. Takes up to some seconds."""
         self._told = True
         if self.failure is None and self._threads:
-            self._question = f"rank {self._rank} waited in vain {self._where()}", _in_words(error)
+            self._question = f"rank {self._rank} waited in vain {self._where()}", error_in_words(error)
             self._hurry.set()
             self._known.wait(_SILENT + 4.0)
         if self.failure is not None:
             return RankFailedError(self.failure)
         return RankFailedError(
             f"the connection to another rank was lost {self._where()}, and the store of torch.distributed, which rank "
-            f"0 or the launcher holds, does not answer: look for an earlier error there ({_in_words(error)})"
+            f"0 or the launcher holds, does not answer: look for an earlier error there ({error_in_words(error)})"
         )
 
     @contextmanager
@@ -287,7 +253,7 @@ class Watch:
             if is_connection_error(error):
                 self.explain(error)
             else:
-                self._post(alarm=f"rank {self._rank} ended {self._where()}: {_in_words(error)}")
+                self._post(alarm=f"rank {self._rank} ended {self._where()}: {error_in_words(error)}")
         if self.failure is not None and error is not None and not isinstance(error, RankFailedError):
             print(f"distca: {self.failure}", file=sys.stderr, flush=True)
         self.close()
@@ -342,9 +308,11 @@ class Watch:
                 self._until_all_have_heard()
         except Exception as error:  # the store has ended with the process that holds it
             if self._phase != OUTSIDE and not self._closing.is_set():
+                # Where this rank waits for nobody, the end of rank 0's script may have been an orderly one.
+                self._patience = _STUCK if self._in_collective() else max(_STUCK, self._seconds)
                 self._learn(
                     "the store of torch.distributed is gone, and with it rank 0 or the launcher, whichever held it: "
-                    f"it was killed or has ended; this rank is {self._where()} ({_in_words(error)})"
+                    f"it was killed or has ended; this rank is {self._where()} ({error_in_words(error)})"
                 )
         finally:
             self._posted.set()
@@ -359,7 +327,7 @@ class Watch:
             self._learn(self._store.compare_set(self._key("alarm"), "", alarm).decode(), heard=True)
             self._posted.set()
         self._signs_given += 1
-        sign = _Sign(
+        sign = Sign(
             self._signs_given, self._number, left, self._phase != OUTSIDE, self._in_collective(), self._where()
         )
         self._sign = sign
@@ -378,7 +346,7 @@ class Watch:
         sign = self._sign_of(self._peer)
         if sign.left:
             if self._waits_for(sign):
-                self._raise_alarm(_gone(self._peer, sign))
+                self._raise_alarm(gone_in_words(self._peer, sign))
             following = (self._peer + 1) % self._world
             self._peer, self._peer_age = (self._peer if following == self._rank else following), 0.0
         elif sign.count != self._peer_count:
@@ -387,7 +355,7 @@ class Watch:
             # By looks, not by the clock: all ranks of a job may have been suspended together.
             self._peer_age += _EVERY
             if self._peer_age > self._seconds:
-                self._raise_alarm(_silent([self._peer], {self._peer: sign}, self._seconds))
+                self._raise_alarm(silent_in_words([self._peer], {self._peer: sign}, self._seconds))
 
     def _look_at_self(self) -> None:
         """Whether this rank waits for the others for too long, in a collective that is not ours. A rank that hangs by
@@ -404,7 +372,7 @@ class Watch:
                     f"{elsewhere}"
                 )
 
-    def _elsewhere(self, signs: dict[int, _Sign]) -> str:
+    def _elsewhere(self, signs: dict[int, Sign]) -> str:
         """Which ranks are not at this one's place, in words; or do not wait there as it does."""
         mine = self._sign
         found = [
@@ -420,7 +388,7 @@ class Watch:
             frame = frame.f_back
         return frame is not None
 
-    def _waits_for(self, sign: _Sign) -> bool:
+    def _waits_for(self, sign: Sign) -> bool:
         """Whether this rank is at a micro-batch that one that has left did not finish."""
         unfinished = self._phase != OUTSIDE
         return self._number > sign.number or (self._number == sign.number and unfinished and sign.unfinished)
@@ -434,9 +402,9 @@ class Watch:
         silent = [r for r, sign in signs.items() if not sign.left and sign.count == before[r].count]
         gone = [r for r, sign in signs.items() if sign.left and self._waits_for(sign)]
         if silent:
-            reason = _silent(silent, signs)
+            reason = silent_in_words(silent, signs)
         elif gone:
-            reason = "; ".join(_gone(rank, signs[rank]) for rank in gone)
+            reason = "; ".join(gone_in_words(rank, signs[rank]) for rank in gone)
         else:
             reason = self._elsewhere(signs) or "all ranks are alive and at the same place"
         if not silent:
@@ -457,12 +425,12 @@ class Watch:
                 return True
         return False
 
-    def _signs(self) -> dict[int, _Sign]:
+    def _signs(self) -> dict[int, Sign]:
         return {rank: self._sign_of(rank) for rank in range(self._world) if rank != self._rank}
 
-    def _sign_of(self, rank: int) -> _Sign:
+    def _sign_of(self, rank: int) -> Sign:
         key = self._key("sign", rank)
-        return _Sign.from_text(self._store.get(key).decode()) if self._store.check([key]) else _Sign()
+        return Sign.from_text(self._store.get(key).decode()) if self._store.check([key]) else Sign()
 
     def _raise_alarm(self, text: str) -> None:
         self._learn(self._store.compare_set(self._key("alarm"), "", text).decode(), heard=True)
@@ -513,7 +481,7 @@ class Watch:
             here = id(frame), frame.f_lasti
             since = since + _EVERY / 2 if here == place else 0.0
             place = here
-            if since >= _STUCK - _ALIKE:
+            if since >= self._patience - _ALIKE:
                 self._end(traceback.extract_stack(frame))
         for release in self._releases:
             with suppress(Exception):
@@ -521,6 +489,9 @@ class Watch:
 
     def _end(self, stack: traceback.StackSummary) -> None:
         """The training's thread waits where it cannot be reached."""
+        flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
+        flushing.start()
+        flushing.join(_EVERY)  # the training's thread may be in the midst of printing
         where = "".join(f"\n  {f.filename}:{f.lineno} in {f.name}" for f in stack[-3:])
         print(
             f"distca: {self.failure}. Rank {self._rank}, {self._where()}, waits for it and ends now, at{where}",
@@ -540,21 +511,3 @@ def explained(watch: Watch | None, error: Exception) -> AgreementError:
     if watch is not None:
         return watch.explain(error)
     return RankFailedError(f"the connection to another rank was lost; look for an earlier error there ({error})")
-
-
-def _silent(ranks: list[int], signs: dict[int, _Sign], seconds: float | None = None) -> str:
-    places = "; ".join(f"rank {rank} was {signs[rank].place}" for rank in ranks[:8])
-    names = f"ranks {ranks} give" if len(ranks) > 1 else f"rank {ranks[0]} gives"
-    since = "" if seconds is None else f" since {seconds:g} s (`distca.timeout_seconds`)"
-    return f"{names} no sign of life{since}: killed, stopped or hung. When last seen, {places}"
-
-
-def _gone(rank: int, sign: _Sign) -> str:
-    if sign.unfinished:
-        return f"rank {rank} has left (its script ended, or detached the plugin) {sign.place}"
-    return f"rank {rank} has left (its script ended, or detached the plugin) after {sign.number} micro-batches"
-
-
-def _in_words(error: BaseException) -> str:
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:600]}" if words else type(error).__name__

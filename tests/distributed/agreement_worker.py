@@ -79,4 +79,11 @@ def run(seed: int) -> dict:
     alone = Agreement(agreement_group([[0, 1]], timedelta(seconds=20)), servers=1, fingerprint=seed)
     shared = MicroBatch(Layout.from_lengths([[3], [2]]), targets=1)
     results["shared by nobody"] = message_of(alone.gather(shared))
+    given = [{"targets": value} for value in (-1, 2**62, True, 1.0)] + [{"targets": 0, "step_targets": 2**70}]
+    ordinary = MicroBatch(Layout.from_lengths([[3]]), targets=2**62 - 1)
+    results["counts"] = [
+        message_of(agreement.gather(MicroBatch(Layout.from_lengths([[3]]), **counts) if rank else ordinary))
+        for counts in given
+    ]
+    results["many targets"] = agreement.gather(ordinary)().targets == 2 * (2**62 - 1)
     return {**results, "words": words}

@@ -21,10 +21,12 @@ from unittest import mock
 import deepspeed
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import deepspeed_distca
 from deepspeed_distca import engine_hooks
 from deepspeed_distca.attention_server import core_attention, nano_steps
+from tests.distributed import pipeline_worker
 from tests.distributed.engine_worker import VOCABULARY, ds_config, tiny_llama
 
 #: The micro-batch in which a fault strikes: ranks that have trained once.
@@ -41,7 +43,7 @@ def rank_main(case: dict, folder: str, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     code: Any = 0
     try:
-        script(Fault(case, Path(folder)), case)
+        (pipeline_script if case["pipeline"] else script)(Fault(case, Path(folder)), case)
     except SystemExit as ended:
         code = ended.code or 0
     except BaseException as error:
@@ -95,6 +97,8 @@ def script(fault: Fault, case: dict) -> None:
         return exchange(*args, **options)
 
     def meeting(*args: Any) -> Any:
+        if case["fault"] != "absent":
+            dist.barrier()  # however busy the machine is, the time limit is not for building engines
         fault("hello")
         return meet(*args)
 
@@ -123,6 +127,25 @@ def script(fault: Fault, case: dict) -> None:
             print("RAISED", type(error).__name__, error, flush=True)
             if fault.mine and case["lives_on"]:
                 time.sleep(100)  # saves, logs, tries again
+            raise
+
+
+def pipeline_script(fault: Fault, case: dict) -> None:
+    """The same with a pipeline of two stages, whose micro-batches of a step count as one here."""
+    deepspeed.init_distributed("gloo")
+    settings = pipeline_worker.defaults({"distca": {"timeout_seconds": case["seconds"]}})
+    engine = pipeline_worker.make_engine(2, settings.micro_batches, settings)
+    for layer in engine.module.forward_funcs:
+        if isinstance(layer, torch.nn.Module):
+            layer.register_forward_pre_hook(lambda *_: fault("layer"))
+    documents = pipeline_worker.documents_of_steps(1, settings.micro_batches, AT, settings.seed)
+    batches = pipeline_worker.loader(documents, 0, "mapping")
+    for fault.micro_batch in range(1, AT + 1):
+        try:
+            engine.train_batch(batches)
+        except Exception:
+            if fault.mine and case["lives_on"]:
+                time.sleep(100)
             raise
 
 

@@ -38,6 +38,14 @@ def test_a_layout_of_several_ranks_needs_as_many_servers(ranks):
         assert rank["shared by nobody"] == "AgreementError: the layout has 2 ranks, but 1 servers share attention"
 
 
+def test_counts_that_are_none_are_named_on_every_rank(ranks):
+    for rank, begin in zip(ranks, ("AgreementError: rank 1 cannot use its micro-batch", "ValueError"), strict=True):
+        assert [message.split(": `")[0] for message in rank["counts"]] == [begin] * 5
+        for message, value in zip(rank["counts"], ("-1", str(2**62), "True", "1.0", str(2**70)), strict=True):
+            assert f"was given {value}; allowed: a whole number from 0 to {2**62 - 1}" in message
+        assert "`step_targets`" in rank["counts"][-1] and rank["many targets"]
+
+
 def test_ranks_are_at_the_same_micro_batch_after_it(ranks):
     for rank in ranks:
         assert rank["after it"] and rank["after the cause"] and rank["left by all"]

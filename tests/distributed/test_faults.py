@@ -38,6 +38,8 @@ class Case:
         words: what happens, and where, for the table.
         says: what every other rank says, as a pattern.
         at_once: not after the time limit alone.
+        own_block: what that rank's block says beside or instead; empty: it has none.
+        pipeline: a pipeline of two stages.
         lives_on: the rank's script catches what is raised and goes on with something else.
         rank: whose fault it is; rank 0 holds the store here.
     """
@@ -53,6 +55,7 @@ class Case:
     world: int = 2
     block: dict = field(default_factory=dict)
     own_block: dict | None = None
+    pipeline: bool = False
 
     @property
     def seconds(self) -> float:
@@ -146,6 +149,23 @@ CASES = [
         ("raises, and its script goes on", "the optimizer's step"),
         f"rank 1 failed in optimizer step of micro-batch 2: {MADE_UP}",
         lives_on=True,
+    ),
+    Case(
+        "raise",
+        "layer",
+        ("raises, and its script goes on", "a stage of a pipeline"),
+        f"rank 1 failed in the pipeline's schedule of micro-batch 2: {MADE_UP}",
+        lives_on=True,
+        zero=0,
+        pipeline=True,
+    ),
+    Case(
+        "kill",
+        "layer",
+        ("is killed", "a stage of a pipeline"),
+        "rank 1 gives no sign of life",
+        zero=0,
+        pipeline=True,
     ),
     Case(
         "raise",
@@ -276,7 +296,7 @@ def _begin(folder: str, default: float) -> float:
 @pytest.fixture(scope="module")
 def outcomes() -> list[Outcome]:
     """Of all cases. They mostly wait, so that some of them run at the same time."""
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         return list(pool.map(run, CASES))
 
 

@@ -45,13 +45,15 @@ from deepspeed_distca.integrations.contract import find_contract
 from deepspeed_distca.integrations.cost_choice import cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.integrations.monitor import StepMonitor
 from deepspeed_distca.integrations.optional_ping_pong import OptionalPingPong
-from deepspeed_distca.integrations.ping_pong import PingPong, row_dependent_rope
+from deepspeed_distca.integrations.ping_pong import PingPong
 from deepspeed_distca.integrations.pipeline.runtime import PipelineRuntime, PreparedPipeline
-from deepspeed_distca.integrations.plan_options import plan_options
+from deepspeed_distca.integrations.plan_options import of_first_layer, plan_options
+from deepspeed_distca.integrations.row_rope import row_rules
 from deepspeed_distca.integrations.server_weights import agreed_weights, weights_of_servers
 from deepspeed_distca.integrations.transformers import (
     DecoderHooks,
     Description,
+    UnsupportedModelError,
     attention_modules,
     attention_windows,
     find_decoder,
@@ -452,7 +454,7 @@ def _nano_batches(
         and engine.zero_optimization_stage() < 3
         # DeepSpeed's own experts have room for so many tokens of a call.
         and not engine.has_moe_layers
-        and row_dependent_rope(decoder.config.get_text_config()) is None
+        and not row_rules(decoder)
         # Without GPUs the cost model is another device's, unless one was named.
         and (engine.device.type == "cuda" or config.cost_model is not None)
     )
@@ -491,8 +493,18 @@ def _attention_dtype(engine: DeepSpeedEngine) -> torch.dtype:
 
 
 def heads_of(config: Any, dtype: torch.dtype) -> Heads:
-    """The attention heads that a HuggingFace decoder's configuration describes."""
-    query = config.num_attention_heads
+    """The attention heads that a HuggingFace decoder's configuration describes.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    config = of_first_layer(config)
+    query = getattr(config, "num_attention_heads", None)
+    if query is None:
+        raise UnsupportedModelError(
+            f"the configuration of {config.model_type} does not say how many attention heads there are "
+            "(num_attention_heads). Set `distca.enabled` to false for this model"
+        )
     key_value = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // query
     if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention: every head has its own keys

@@ -31,7 +31,6 @@ from deepspeed_distca.integrations.turns import Turns
 
 _OTHERWISE = 'Set `distca.overlap` to "local_first"'
 #: Kinds of rotary embeddings that depend on the longest position of a row, which its halves do not share.
-_ROW_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class PingPong:
@@ -253,13 +252,6 @@ def _map(output: Any, tensors: Any) -> Any:
     if isinstance(output, ModelOutput):
         return type(output)(**{key: _map(value, tensors) for key, value in output.items()})
     return type(output)(_map(v, tensors) for v in output) if isinstance(output, tuple | list) else output
-
-
-def row_dependent_rope(config: Any) -> str | None:
-    """The kind of a model's rotary embeddings, if the halves of a row would need to know of each other for it."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [p.get("rope_type") for p in (parameters, *parameters.values()) if isinstance(p, Mapping)]
-    return next((k for k in kinds if k in _ROW_DEPENDENT_ROPE), None)
 
 
 def _refuse_reentrant(model: nn.Module) -> None:

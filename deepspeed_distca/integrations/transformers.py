@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 #: What describes documents to kernels of transformers' own; the plan says it all.
 _KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+#: What a model may do without; the contract says how it then reads the rest.
+_OPTIONAL = {"position_ids", "attention_mask", "shift_labels", "num_items_in_batch", "use_cache"}
 #: From these some models make masks that differ from batch to batch: attention both ways among an image's tokens.
 _MASK_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
 #: Micro-batches in which ranks compare their tokens: a loader without a sampler shows in the first.
@@ -143,6 +145,8 @@ class DecoderHooks:
         self._contract, self._limits = contract, _limits(model)
         self._rope = RowRope(model)
         self._signature = inspect.signature(model.forward)
+        parameters = self._signature.parameters
+        self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._running: _Forward | None = None
         self._checked = False
         self._compared = 0  # micro-batches whose tokens were compared over the ranks
@@ -200,6 +204,10 @@ class DecoderHooks:
         for key in _KERNEL_ARGUMENTS:
             kwargs.pop(key, None)
         kwargs["use_cache"] = False
+        if not self._takes_all:
+            # Of what batches carry and the plugin adds, a model gets what it has a parameter for.
+            for key in _OPTIONAL - self._signature.parameters.keys():
+                kwargs.pop(key, None)
         kwargs[PLAN] = plan
         if training and self._keep_attention:
             kwargs[KEPT] = KeptAttention()

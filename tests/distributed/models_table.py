@@ -87,7 +87,7 @@ def fault(found: dict[str, Any]) -> str | None:
         return f"{name}: {found['failed']}"
     if "absent" in found:
         return None if name in model_families.NOT_APPLICABLE else f"{name} does not run alone: {found['absent']}"
-    for way, outcome in {"": found, **found.get("ways", {})}.items():
+    for way, outcome in {"at once": found, **found.get("ways", {})}.items():
         if "refused" in outcome and not outcome["by_name"]:
             return f"{name} {way}: refused without a name: {outcome['refused']}"
         if "error" in outcome and outcome["error"] > BOUND:

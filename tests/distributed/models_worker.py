@@ -7,6 +7,7 @@ import copy
 import faulthandler
 import inspect
 import math
+import re
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
@@ -158,9 +159,9 @@ def _router_loss(engine: deepspeed.DeepSpeedEngine, plain: nn.Module, documents:
 
 
 def _refusal(model: nn.Module, error: Exception) -> dict[str, Any]:
-    """The words of a refusal, and whether they name the model, its configuration or one of its modules."""
-    kinds = {type(part).__name__ for part in (*model.modules(), model.config)}
-    return {"refused": str(error), "by_name": any(kind in str(error) for kind in kinds)}
+    """The words of a refusal, and whether they name the model, its type or one of its modules."""
+    names = {model.config.model_type, *(type(module).__name__ for module in model.modules())}
+    return {"refused": str(error), "by_name": not names.isdisjoint(re.findall(r"[\w-]+", str(error)))}
 
 
 def run(names: list[str]) -> list[dict[str, Any]]:

@@ -90,13 +90,13 @@ class DistCAConfig(DeepSpeedConfigModel):
     server_weights: list[int] | Literal["measured"] | None = None
     """ Relative speeds of the data-parallel ranks' devices, a whole number of 0 to 1000000 for each: attention is
     spread so that a layer's linear work and attention are predicted to end at the same time on all of them. A rank of
-    weight 0 computes none, as far as others can take its work. "measured": the speeds are measured when the engine is
+    weight 0 computes none. "measured": the speeds are measured when the engine is
     built (about 3 s on GPUs), and a line says which list gives the same plans again; measured anew they may differ a
     little, and then runs are not the same bit by bit. Left out: attention is spread equally. """
 
     max_received_rows: int | None = Field(None, ge=1)
     """ The most query and key/value rows that a server may receive for a micro-batch: a cap on memory which may cost
-    balance. Left out: no cap. """
+    balance. It is raised only where ranks of weight 0 leave no other way. Left out: no cap. """
 
     check_plan: bool = True
     """ Compare a digest of the plan over all ranks before it is used; a mismatch is an error on every rank. """

@@ -337,7 +337,12 @@ class Runtime:
         )
         with self._everyone.all_or_none("use its model"):
             contract = find_contract(
-                engine.module, decoder, modules, device=next(decoder.parameters()).device, probe=config.probe
+                engine.module,
+                decoder,
+                modules,
+                device=engine.device,
+                probe=config.probe,
+                forget=functools.partial(_forget_trace, engine),
             )
         self._hooks = DecoderHooks(
             decoder,
@@ -437,6 +442,14 @@ class Runtime:
         for part in (self._ping_pong, self._twice_called):
             if part is not None:
                 part.remove()
+
+
+def _forget_trace(engine: DeepSpeedEngine) -> None:
+    """ZeRO-3 records the order in which a step's modules fetch parameters, and expects the next step to keep it."""
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    coordinator = None if offload is None else offload.get_param_coordinator()
+    if coordinator is not None and not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
 
 
 def _nano_batches(

@@ -9,7 +9,7 @@ name: rotary embeddings are asked (see ``row_rope``), and the model runs on a fe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,6 +54,7 @@ def find_contract(
     *,
     device: torch.device,
     probe: bool = True,
+    forget: Callable[[], None] = lambda: None,
 ) -> Contract:
     """How a decoder reads its arguments. Under ZeRO-3 and tensor parallelism collective, like forward.
 
@@ -63,6 +64,7 @@ def find_contract(
         modules: its attention modules.
         device: of its parameters.
         probe: run the model on tiny documents; otherwise it is taken for a causal language model.
+        forget: see :class:`TinyForwards`.
 
     Raises:
         UnsupportedModelError: the model does not keep the contract.
@@ -71,7 +73,7 @@ def find_contract(
     if not probe:
         return Contract(longest_document=longest)
     name = f"{type(decoder).__name__} ({decoder.config.model_type})"
-    forwards = TinyForwards(module, decoder, modules, device)
+    forwards = TinyForwards(module, decoder, modules, device, forget)
     try:
         with forwards.ready():
             found = examine(forwards, decoder, min((rule.limit for rule in rules), default=None))

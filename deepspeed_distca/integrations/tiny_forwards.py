@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -82,12 +82,18 @@ class TinyForwards:
         decoder: the model.
         modules: its attention modules.
         device: where its parameters are.
+        forget: called around every forward: who shards parameters may expect one to go as the one before.
     """
 
     def __init__(
-        self, module: nn.Module, decoder: PreTrainedModel, modules: Sequence[nn.Module], device: torch.device
+        self,
+        module: nn.Module,
+        decoder: PreTrainedModel,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
-        self._module, self._decoder, self._device = module, decoder, device
+        self._module, self._decoder, self._device, self._forget = module, decoder, device, forget
         self._base = base_of(decoder, list(modules))
         self._modules = list(modules)
         self._windows = dict(zip(self._modules, attention_windows(self._modules), strict=True))
@@ -118,6 +124,7 @@ class TinyForwards:
                 warnings.simplefilter("ignore")
                 yield
         finally:
+            self._forget()
             for handle in handles:
                 handle.remove()
             self._names.remove()
@@ -190,6 +197,7 @@ class TinyForwards:
         self._shape = batch, len(ids)
         self._given = {"attention_mask": None, "use_cache": False, **given}
         self._outputs = {}
+        self._forget()
         self._module.train(training)
         torch.default_generator.manual_seed(_SEED)
         if self._device.type != "cpu":

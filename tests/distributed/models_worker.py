@@ -125,6 +125,7 @@ def sweep_one(name: str) -> dict[str, Any]:
         }
     if "refused" not in found["ways"]["packed"] and _ROUTER in inspect.signature(model.forward).parameters:
         found["ways"] |= _router_loss(engine, plain, documents)
+    engine.distca.detach()  # its threads, too, which watch the other rank
     return found
 
 

@@ -7,14 +7,18 @@ a time when the others may wait in any collective, or in none.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from contextlib import suppress
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 #: No message of ours or of torch's has it.
 _NO_MESSAGE = 0x64697374
+#: By default process group.
+_CONNECTIONS: MutableMapping[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 
 
 class StoreError(RuntimeError):
@@ -23,11 +27,14 @@ class StoreError(RuntimeError):
 
 def default_store() -> dist.Store:
     """The store of the default process group: a connection of its own, where the store's kind has such, so that nobody
-    waits for another thread's call. By a private name of torch (tried with 2.11 to 2.13).
+    waits for a call of torch's own; one for all of this process, since they may be slow to make. By a private name of
+    torch (tried with 2.13).
 
     Raises:
         StoreError: torch no longer has that name, or the process group was made without a store.
     """
+    if dist.group.WORLD in _CONNECTIONS:
+        return _CONNECTIONS[dist.group.WORLD]
     try:
         store = dist.distributed_c10d._get_default_store()
     except (AttributeError, ValueError, KeyError) as error:
@@ -37,10 +44,10 @@ def default_store() -> dist.Store:
         ) from error
     if store is None:
         raise StoreError("the default process group has no store; initialize torch.distributed with gloo or nccl")
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return store
+    with suppress(AttributeError, RuntimeError, NotImplementedError):
+        store = store.clone()
+    _CONNECTIONS[dist.group.WORLD] = store
+    return store
 
 
 def close_connections(group: dist.ProcessGroup) -> None:

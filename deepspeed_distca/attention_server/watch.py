@@ -65,7 +65,8 @@ class Watch:
     def __init__(self, name: str, seconds: float) -> None:
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._rank, self._world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-        self._prefix, self._seconds = f"distca/watch/{name}/", seconds
+        # Below some looks a busy machine would pass for a dead one.
+        self._prefix, self._seconds = f"distca/watch/{name}/", max(seconds, 4 * _EVERY)
         self._store = None if alone else default_store()
         # Where this rank is.
         self._number, self._phase, self._planned, self._inside = 0, OUTSIDE, False, False
@@ -222,25 +223,14 @@ class Watch:
             f"0 or the launcher holds, does not answer: look for an earlier error there ({error_in_words(error)})"
         )
 
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Around collectives: torch's errors of connections become ours."""
-        try:
-            yield
-        except Exception as error:
-            if is_connection_error(error):
-                raise self.explain(error) from error
-            raise
-
     def close(self) -> None:
         """Ends the watch; the others are told that this rank has left. Again: nothing."""
         if self._closing.is_set() or os.getpid() != self._process:
             return
         self._closing.set()
         self._hurry.set()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_LINGER + 1.0)
+        for thread in self._threads[:1]:  # the other one touches no store, and ends by itself
+            thread.join(_LINGER + 1.0)
         self._groups, self._releases = [], []
         atexit.unregister(self._at_exit)
 

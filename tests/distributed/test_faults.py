@@ -7,6 +7,7 @@ Every row of the table in docs/reliability.md is one case here, on ranks of its 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import socket
@@ -234,16 +235,20 @@ class Outcome:
     own: str
 
 
-def run(case: Case) -> Outcome:
-    """Runs a case to its end, or for long enough to know that it has none."""
-    context = _forking()
+def run(case: Case, accelerator: str = "cpu") -> Outcome:
+    """Runs a case to its end, or for long enough to know that it has none.
+
+    Args:
+        accelerator: "cpu" or "cuda", DeepSpeed's name for the device.
+    """
+    context = _forking() if accelerator == "cpu" else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         processes = []
         for rank in range(case.world):
-            environment = {**os.environ, **_environment(rank, case.world, port)}
+            environment = {**os.environ, **_environment(rank, case.world, port), "DS_ACCELERATOR": accelerator}
             environment.pop("LOCAL_SIZE", None)
             arguments = (_with_limit(case), folder, environment)
             processes.append(context.Process(target=_rank, args=arguments))

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's quickstart runs as it stands and prints what the README says; its links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def block(language: str) -> str:
+    return re.search(rf"```{language}\n(.*?)```", TEXT, re.DOTALL).group(1)
+
+
+def test_quickstart(tmp_path):
+    (tmp_path / "ds_config.json").write_text(block("json"))
+    (tmp_path / "train.py").write_text(block("python"))
+    command = re.search(r"`DS_ACCELERATOR=cpu (deepspeed [^`]*)`", TEXT).group(1).split()
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    port = str(20000 + os.getpid() % 20000)
+    run = subprocess.run(
+        [*command[:1], "--master_port", port, *command[1:]],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    said = re.search(r"^    (loss .*)$", TEXT, re.MULTILINE).group(1)
+    # The losses are those of this machine's torch; balance and bytes are the plan's.
+    shape = re.sub(r"\\d\+", r"[\\d.]+", re.sub(r"[\d.]+", r"\\d+", re.escape(said).replace(r"\.", ".")))
+    printed = [line for line in run.stdout.splitlines() if line.startswith("loss ")]
+    assert len(printed) == 4 and all(re.fullmatch(shape, line) for line in printed), printed
+    balance = re.search(r"balance ([\d.]+ -> [\d.]+)", said).group(1)
+    assert any(balance in line for line in printed), printed
+    assert "very same tokens" not in run.stdout
+
+
+def test_it_is_short_and_its_links_lead_somewhere():
+    assert len(TEXT.splitlines()) <= 120
+    for target in re.findall(r"\]\(([^)#]+)", TEXT):
+        assert target.startswith("https://") or (ROOT / target).exists(), target

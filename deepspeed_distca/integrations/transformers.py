@@ -271,7 +271,12 @@ class DecoderHooks:
                 self._planner.failed(error if error is not None else RuntimeError("its forward did not end"))
             return None
         if running.watched is not None:
-            running.watched.witness.finish()
+            try:
+                running.watched.witness.finish()
+            except UnsupportedModelError as error:
+                if running.training:
+                    self._planner.failed(error)
+                raise
             self._checked = True
         if running.nothing or (running.weight is not None and not running.weight[0]):
             return _without_losses(output)

@@ -43,7 +43,6 @@ from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config, parse_config
 from deepspeed_distca.integrations.contract import find_contract
 from deepspeed_distca.integrations.cost_choice import cost_to_say, own_cost_model, said_cost_model
-from deepspeed_distca.integrations.front_door import BatchError
 from deepspeed_distca.integrations.monitor import StepMonitor
 from deepspeed_distca.integrations.optional_ping_pong import OptionalPingPong
 from deepspeed_distca.integrations.ping_pong import PingPong
@@ -238,7 +237,6 @@ class Runtime:
         self, engine: DeepSpeedEngine, config: DistCAConfig, prepared: PreparedDecoder, meeting: Meeting
     ) -> None:
         self.config, self.detached = config, False
-        self._step_targets: int | None = None  # as the micro-batches of the current step said
         self._engine, self._decoder = engine, prepared.decoder
         self._watch = Watch(meeting.name, config.timeout_seconds)
         self._wrapped: dict[str, Any] = {}
@@ -391,8 +389,8 @@ class Runtime:
     def plan(self, description: Description | Exception, device: torch.device) -> tuple[PendingPlan, torch.Tensor]:
         """See ``integrations.transformers.Planner``."""
         self._watch.begin()
-        given = description if isinstance(description, Exception) else self._other_step(description) or description
-        if isinstance(given, Description):
+        given = description
+        if isinstance(description, Description):
             optional = isinstance(self._ping_pong, OptionalPingPong)
             in_two = optional and self._ping_pong.ready(self.server.favoured_two)
             given = MicroBatch(
@@ -402,21 +400,6 @@ class Runtime:
         if isinstance(given, Exception):
             pending.result()  # raises: the model could not run on such an input anyway
         return pending, pending.divisor
-
-    def _other_step(self, description: Description) -> BatchError | None:
-        """An error if a micro-batch is of another optimizer step than the one that the engine is in: after a state was
-        loaded in the middle of one, gradients of the step before would be added to it."""
-        done = self._engine.micro_steps % self._engine.gradient_accumulation_steps()
-        before, self._step_targets = self._step_targets, description.step_targets
-        if not done or before == description.step_targets:
-            return None
-        self._step_targets = before
-        return BatchError(
-            f"step_targets was given {description.step_targets}, but the {done} micro-batches before it in this "
-            f"optimizer step said {before}. All micro-batches of a step must be of one window of AccumulationLoader, "
-            "with the engine's gradient_accumulation_steps; a state that was saved within a step goes into an engine "
-            "that has just been made"
-        )
 
     def plan_alone(self, layout: Layout, device: torch.device) -> MicroBatchPlan:
         """See ``integrations.transformers.Planner``."""

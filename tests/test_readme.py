@@ -17,6 +17,10 @@ def block(language: str) -> str:
     return re.search(rf"```{language}\n(.*?)```", TEXT, re.DOTALL).group(1)
 
 
+def words(line: str) -> str:
+    return re.sub(r"[\d.]+", "n", line)
+
+
 def test_quickstart(tmp_path):
     (tmp_path / "ds_config.json").write_text(block("json"))
     (tmp_path / "train.py").write_text(block("python"))
@@ -34,12 +38,10 @@ def test_quickstart(tmp_path):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     said = re.search(r"^    (loss .*)$", TEXT, re.MULTILINE).group(1)
-    # The losses are those of this machine's torch; balance and bytes are the plan's.
-    shape = re.sub(r"\\d\+", r"[\\d.]+", re.sub(r"[\d.]+", r"\\d+", re.escape(said).replace(r"\.", ".")))
     printed = [line for line in run.stdout.splitlines() if line.startswith("loss ")]
-    assert len(printed) == 4 and all(re.fullmatch(shape, line) for line in printed), printed
-    balance = re.search(r"balance ([\d.]+ -> [\d.]+)", said).group(1)
-    assert any(balance in line for line in printed), printed
+    # Times are the machine's; the loss, to rounding, and the plan are not.
+    assert [words(line) for line in printed] == [words(said)] * 4, printed
+    assert any(line.startswith(said[: said.index(" MiB")]) for line in printed), printed
     assert "very same tokens" not in run.stdout
 
 

@@ -245,7 +245,7 @@ class DecoderHooks:
                 arguments["num_items_in_batch"] = divisor
             elif self._contract.weighting == "mean":
                 self._running.weight = admitted.targets, divisor
-        return plan, admitted, arguments
+        return plan, admitted, self._countable(arguments, admitted)
 
     def _evaluation(
         self, kwargs: dict[str, Any], device: torch.device
@@ -256,7 +256,14 @@ class DecoderHooks:
         admitted = admit(kwargs, self._contract, self._limits, place=self._planner.place, count=False, say=self._say)
         plan = self._planner.plan_alone(admitted.layout, device)
         self._running = _Forward(training=False, nothing=admitted.nothing)
-        return plan, admitted, admitted.arguments
+        return plan, admitted, self._countable(admitted.arguments, admitted)
+
+    def _countable(self, arguments: dict[str, Any], admitted: Admitted) -> dict[str, Any]:
+        """Where there is no real token a loss has no targets, and its mean over them would be no number."""
+        summed = self._contract.weighting == "num_items_in_batch" and arguments.get("labels") is not None
+        if not admitted.nothing or not summed or arguments.get("num_items_in_batch") is not None:
+            return arguments
+        return {**arguments, "num_items_in_batch": torch.ones(())}
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Called after every forward, with None for an output when it failed."""
@@ -345,17 +352,18 @@ def _with_loss(output: Any, change: Any) -> Any:
 def _without_losses(output: Any) -> Any:
     """A model's output whose losses, whichever they are, are 0 and have gradients of 0 for every parameter: what
     stands in for tokens has no part in them. A mean over nothing would be no number, which no factor makes one."""
-    items = output.items() if isinstance(output, ModelOutput) else enumerate(output)
-    anchor = next((t for _, t in items if torch.is_tensor(t) and t.ndim > 1 and t.requires_grad), None)
+    values = output.values() if isinstance(output, ModelOutput) else output
+    anchor = next((t for t in values if torch.is_tensor(t) and t.ndim > 1 and t.requires_grad), None)
 
-    def zero(loss: torch.Tensor) -> torch.Tensor:
-        if anchor is None:
-            return loss * 0
-        return torch.zeros_like(loss) + (anchor.reshape(-1)[:1] * 0).sum().to(loss.dtype)
+    def zero(value: Any) -> Any:
+        if not torch.is_tensor(value) or value.ndim or not value.is_floating_point():
+            return value
+        if not value.requires_grad:
+            return torch.zeros_like(value)
+        return value * 0 if anchor is None else (anchor.reshape(-1)[:1] * 0).sum().to(value.dtype)
 
     if isinstance(output, ModelOutput):
         for key, value in list(output.items()):
-            if torch.is_tensor(value) and value.ndim == 0 and value.requires_grad:
-                output[key] = zero(value)
+            output[key] = zero(value)
         return output
-    return tuple(zero(t) if torch.is_tensor(t) and t.ndim == 0 and t.requires_grad else t for t in output)
+    return tuple(map(zero, output)) if isinstance(output, tuple) else output

@@ -362,20 +362,6 @@ def one_bad_rank(spoil: Callable[[dict[str, Any]], None]) -> Callable[[], str]:
     return scenario
 
 
-def another_step() -> str:
-    """The second micro-batch of a step says that the step has other targets than the first did, on rank 1."""
-    engine = engine_of(llama(), gradient_accumulation_steps=2)
-    batch = collated(mine())
-    for step_targets in (60, 60 + dist.get_rank()):
-        try:
-            loss = engine(**batch, step_targets=step_targets).loss
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        engine.backward(loss)
-        engine.step()
-    return "no error"
-
-
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "numbered mask": numbered_mask,
     "longrope, packed": longrope_packed,
@@ -390,7 +376,6 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "ids out of range": one_bad_rank(lambda b: b["input_ids"].fill_(10**6)),
     "negative num_targets": one_bad_rank(lambda b: b.update(num_targets=-7)),
     "float cu_seqlens": one_bad_rank(lambda b: b.update(layout=None, cu_seqlens=torch.tensor([0.0, 2.9, 12.0]))),
-    "another step's micro-batch": another_step,
     # Last: DeepSpeed keeps the groups that it makes for it.
     "tensor parallelism": tensor_parallel,
 }

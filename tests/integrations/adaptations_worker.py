@@ -387,9 +387,8 @@ def monitored(seed: int, folder: str) -> dict:
             expected.append([stats.balance_before, stats.bytes_moved])
             measured.append([stats.server_seconds * 1e3, stats.exposed_seconds * 1e3])
     dist.barrier()
-    wrapped = "step" in vars(engine)
     engine.distca.detach()
-    return {"expected": expected, "measured": measured, "wrapped": wrapped, "left": "step" in vars(engine)}
+    return {"expected": expected, "measured": measured, "left": sorted({"step", "backward"} & vars(engine).keys())}
 
 
 def run(seed: int, folder: str) -> dict:

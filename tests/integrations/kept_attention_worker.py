@@ -169,10 +169,8 @@ def nothing_left(seed: int) -> dict:
 def different_options(seed: int) -> str:
     """Rank 1 keeps nothing, and would wait for exchanges of recomputation that rank 0 does not start."""
     block = {**DISTCA, "keep_attention": dist.get_rank() == 0}
-    engine, *_ = deepspeed.initialize(model=tiny_llama(seed), config=ds_config(0, 1, block))
-    (batch,), _ = _batches(seed, 1)
     try:
-        engine(**batch)
+        deepspeed.initialize(model=tiny_llama(seed), config=ds_config(0, 1, block))
     except RuntimeError as error:
         return str(error)
     return ""

@@ -254,4 +254,5 @@ def test_nothing_is_left_of_a_forward_without_backward(ranks):
 
 
 def test_ranks_that_differ_in_the_option_are_refused(ranks):
-    assert all("run with another `distca` block" in rank["different options"] for rank in ranks)
+    words = "`distca.keep_attention` is true on ranks [0] and false on ranks [1]"
+    assert all(words in rank["different options"] for rank in ranks)

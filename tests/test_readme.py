@@ -37,7 +37,7 @@ def test_quickstart(tmp_path):
         timeout=280,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    said = re.search(r"^    (loss .*)$", TEXT, re.MULTILINE).group(1)
+    said = re.search(r"^    (loss \d.*)$", TEXT, re.MULTILINE).group(1)
     printed = [line for line in run.stdout.splitlines() if line.startswith("loss ")]
     # Times are the machine's; the loss, to rounding, and the plan are not.
     assert [words(line) for line in printed] == [words(said)] * 4, printed

@@ -9,6 +9,7 @@ Nothing is added to the model's modules or state: hooks only, which :meth:`Runti
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -343,6 +344,13 @@ class Runtime:
                 device=engine.device,
                 probe=config.probe,
                 forget=functools.partial(_forget_trace, engine),
+            )
+        unweighted = config.token_weighted_loss and contract.weighting is None
+        if unweighted and "labels" in inspect.signature(decoder.forward).parameters and dist.get_rank() == 0:
+            print(
+                f"distca: the loss of {type(decoder).__name__} is no mean over tokens that could be weighted: it stays "
+                "as it is on every rank",
+                flush=True,
             )
         self._hooks = DecoderHooks(
             decoder,

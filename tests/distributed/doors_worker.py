@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     LlamaForTokenClassification,
     MBartConfig,
     MBartForCausalLM,
@@ -329,6 +330,24 @@ def own_mean() -> float:
     )
 
 
+def classifier() -> LlamaForSequenceClassification:
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=3, pad_token_id=0))
+
+
+def one_result_a_row() -> float:
+    """A classifier of padded rows has the loss that it has without the plugin."""
+    batch = {**padded(mine(), left=False), "labels": torch.arange(3) % 3}
+    wanted = classifier()(**batch).loss
+    return abs(float(engine_of(classifier())(**batch).loss - wanted)) / float(wanted)
+
+
+def two_documents_in_such_a_row() -> str:
+    given = mine()
+    engine_of(classifier())(input_ids=row(given), position_ids=positions(given), labels=torch.zeros(1).long())
+    return "no error"
+
+
 def tensor_parallel() -> float:
     """Both ranks are one data-parallel rank, and DeepSpeed compares their arguments in the first forward."""
     given = documents(LENGTHS, 0)
@@ -373,6 +392,8 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "router loss of padded rows": router_loss,
     "a stand-in token": stand_in,
     "own mean": own_mean,
+    "one result a row": one_result_a_row,
+    "two documents in a row of one result": two_documents_in_such_a_row,
     "ids out of range": one_bad_rank(lambda b: b["input_ids"].fill_(10**6)),
     "negative num_targets": one_bad_rank(lambda b: b.update(num_targets=-7)),
     "float cu_seqlens": one_bad_rank(lambda b: b.update(layout=None, cu_seqlens=torch.tensor([0.0, 2.9, 12.0]))),

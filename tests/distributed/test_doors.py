@@ -15,6 +15,7 @@ EXACT = 1e-5
 REFUSED = {
     "dynamic rope, a long document": ("29 tokens", "29 tokens"),
     "a model without position ids": ("MBartForCausalLM", "MBartForCausalLM"),
+    "two documents in a row of one result": ("row 0 holds 3 documents", "row 0 holds 3 documents"),
     "ids out of range": ("rank 1 .*1000000", "1000000"),
     "negative num_targets": ("rank 1 .*-7", "-7"),
     "float cu_seqlens": ("rank 1 .*cu_seqlens holds float", "cu_seqlens holds float"),

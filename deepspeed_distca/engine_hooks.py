@@ -348,8 +348,8 @@ class Runtime:
         unweighted = config.token_weighted_loss and contract.weighting is None
         if unweighted and "labels" in inspect.signature(decoder.forward).parameters and dist.get_rank() == 0:
             print(
-                f"distca: the loss of {type(decoder).__name__} is no mean over tokens that could be weighted: it stays "
-                "as it is on every rank",
+                f"distca: the loss of {type(decoder).__name__} is no mean over tokens that could be weighted: it "
+                "stays as it is on every rank",
                 flush=True,
             )
         self._hooks = DecoderHooks(

@@ -6,10 +6,11 @@
 
 ZeRO-3, bf16, activation checkpointing, Liger's fused loss, transformers' own flattening collator, 65,536 tokens a
 rank, random weights and tokens. What `--plugin` changes is an import and the `distca` block, nothing else; without a
-block the package leaves DeepSpeed untouched. Both runs have the same weights and the same rows: one document of all tokens on even ranks
-beside sixteen on odd ones, one on each, sixteen on each, and batches of arXiv 2510.18121's two length distributions,
-packed in order and cut at the ranks' ends. Each step is timed from a barrier to a barrier; the first two are warm-up.
-To try the script on CPU: `--hidden 64 --layers 2 --tokens 512 --vocabulary 128 --batches 1 --attention sdpa`.
+block the package leaves DeepSpeed untouched. Both runs have the same weights and the same rows: one document of all
+tokens on even ranks beside sixteen on odd ones, one on each, sixteen on each, and batches of arXiv 2510.18121's two
+length distributions, packed in order and cut at the ranks' ends. Each step is timed from a barrier to a barrier; the
+first two are warm-up. To try the script on CPU: `--hidden 64 --layers 2 --tokens 512 --vocabulary 128 --batches 1
+--attention sdpa`. The package has to be installed, or PYTHONPATH to name the repository.
 """
 
 from __future__ import annotations

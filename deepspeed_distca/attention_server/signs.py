@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_distca.attention_server.agreement import AgreementError
 
+_DETACHED = 1 << 62
 OUTSIDE = "outside of forward, backward and step"
 #: By these words torch's errors of connections and collectives are known, which have no type of their own for gloo.
 _CONNECTION = re.compile(
@@ -39,6 +40,12 @@ class Sign:
     waits: bool = False
     place: str = OUTSIDE
 
+    @staticmethod
+    def of_detached(count: int) -> Sign:
+        """Of a rank that has no part in it any more, and for which nobody waits on that account: it may have given a
+        micro-batch up, as others will."""
+        return Sign(count, _DETACHED, left=True, place="where the plugin was detached")
+
     def to_text(self) -> str:
         return f"{self.count} {self.number} {self.left:d} {self.unfinished:d} {self.waits:d} {self.place}"
 
@@ -64,8 +71,8 @@ def silent_in_words(ranks: list[int], signs: dict[int, Sign], seconds: float | N
 def gone_in_words(rank: int, sign: Sign) -> str:
     """A rank whose last sign says that it has left."""
     if sign.unfinished:
-        return f"rank {rank} has left (its script ended, or detached the plugin) {sign.place}"
-    return f"rank {rank} has left (its script ended, or detached the plugin) after {sign.number} micro-batches"
+        return f"rank {rank} has left (its script ended) {sign.place}"
+    return f"rank {rank} has left (its script ended) after {sign.number} micro-batches"
 
 
 def error_in_words(error: BaseException) -> str:

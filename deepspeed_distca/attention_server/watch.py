@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ _EVERY = 0.5
 _ALIKE = 1.0
 #: Seconds at one and the same place after which a training thread that was not reached by an alarm counts as waiting.
 _STUCK = 2.0
+#: Where collectives of ours are called.
+_OURS = str(Path(__file__).parent)
 #: Seconds that a process which ends after an alarm gives the others to hear of it.
 _LINGER = 1.0
 #: Seconds over which ranks are looked at to find one that gives no sign of life.
@@ -80,6 +83,7 @@ class Watch:
         self._question: tuple[str, str] | None = None
         self._known, self._hurry, self._posted = threading.Event(), threading.Event(), threading.Event()
         self._closing = threading.Event()
+        self._exiting = False  # closed because the process ends
         self._looks = self._signs_given = 0
         self._patience = _STUCK
         self._sign, self._stayed_at, self._stayed = Sign(), (), 0.0
@@ -246,6 +250,7 @@ class Watch:
                 self._post(alarm=f"rank {self._rank} ended {self._where()}: {error_in_words(error)}")
         if self.failure is not None and error is not None and not isinstance(error, RankFailedError):
             print(f"distca: {self.failure}", file=sys.stderr, flush=True)
+        self._exiting = True
         self.close()
 
     def _post(self, alarm: str | None = None, note: tuple[int, str] | None = None) -> None:
@@ -317,9 +322,11 @@ class Watch:
             self._learn(self._store.compare_set(self._key("alarm"), "", alarm).decode(), heard=True)
             self._posted.set()
         self._signs_given += 1
-        sign = Sign(
-            self._signs_given, self._number, left, self._phase != OUTSIDE, self._in_collective(), self._where()
-        )
+        if left and not self._exiting:
+            sign = Sign.of_detached(self._signs_given)
+        else:
+            unfinished = self._phase != OUTSIDE
+            sign = Sign(self._signs_given, self._number, left, unfinished, self._in_collective(), self._where())
         self._sign = sign
         self._store.set(self._key("sign", self._rank), sign.to_text())
 
@@ -336,7 +343,10 @@ class Watch:
         sign = self._sign_of(self._peer)
         if sign.left:
             if self._waits_for(sign):
-                self._raise_alarm(gone_in_words(self._peer, sign))
+                # A micro-batch may have been given up, and this rank be at something else that takes its time.
+                if self._in_collective(ours=True):
+                    self._raise_alarm(gone_in_words(self._peer, sign))
+                return
             following = (self._peer + 1) % self._world
             self._peer, self._peer_age = (self._peer if following == self._rank else following), 0.0
         elif sign.count != self._peer_count:
@@ -372,9 +382,11 @@ class Watch:
         ]
         return "; ".join(found[:8])
 
-    def _in_collective(self) -> bool:
+    def _in_collective(self, *, ours: bool = False) -> bool:
+        """Whether the training's thread is in a collective of torch's, or (with `ours`) in anything of this folder."""
+        places = ("torch/distributed/", _OURS) if ours else ("torch/distributed/",)
         frame = sys._current_frames().get(self._trainer)
-        while frame is not None and "torch/distributed/" not in frame.f_code.co_filename:
+        while frame is not None and not any(place in frame.f_code.co_filename for place in places):
             frame = frame.f_back
         return frame is not None
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -348,6 +349,19 @@ def two_documents_in_such_a_row() -> str:
     return "no error"
 
 
+def a_micro_batch_given_up() -> float:
+    """Rank 0 detaches without a backward, while rank 1 is busy with something else: nobody is to blame."""
+    engine = engine_of(llama())
+    engine(**collated(mine()))
+    if dist.get_rank() == 0:
+        engine.distca.detach()
+    else:
+        time.sleep(4.0)
+    dist.barrier()
+    engine.distca.detach()
+    return 0.0
+
+
 def tensor_parallel() -> float:
     """Both ranks are one data-parallel rank, and DeepSpeed compares their arguments in the first forward."""
     given = documents(LENGTHS, 0)
@@ -392,6 +406,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "router loss of padded rows": router_loss,
     "a stand-in token": stand_in,
     "own mean": own_mean,
+    "a micro-batch that is given up": a_micro_batch_given_up,
     "one result a row": one_result_a_row,
     "two documents in a row of one result": two_documents_in_such_a_row,
     "ids out of range": one_bad_rank(lambda b: b["input_ids"].fill_(10**6)),

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.kernels import Kernel, KernelError, installed_kernels, make_kernel
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 SHAPES = [
     (65536, 65536, 1),

@@ -47,7 +47,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from workloads.sampling import document_lengths
 
 import deepspeed_distca  # noqa: F401  hooks deepspeed.initialize
-from deepspeed_distca.integrations.pipeline import DecoderPipeline
+from deepspeed_distca.pipeline import DecoderPipeline
 
 VOCABULARY = 8192
 NO_ATTENTION = 128

@@ -26,7 +26,7 @@ from steps.servers import Report, ServerCalls, Setting, add_arguments, batches_o
 from deepspeed_distca.attention_server.kernels import KernelError
 from deepspeed_distca.attention_server.phase_planner import PhasePlanner
 from deepspeed_distca.attention_server.server_plan import ServerPlan
-from deepspeed_distca.attention_server.tasks import TaskBatch
+from deepspeed_distca.attention_server.task_batch import TaskBatch
 from deepspeed_distca.scheduler.cost_model import PHASES
 
 NOTES = """\

@@ -32,26 +32,18 @@ from deepspeed_distca.attention_server.agreement import (
     agreement_group,
     fingerprint,
 )
-from deepspeed_distca.attention_server.exchange import exchange_group
-from deepspeed_distca.attention_server.exchange_choice import make_exchange
+from deepspeed_distca.attention_server.exchange.base import exchange_group
+from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from deepspeed_distca.attention_server.hello import Hello, Meeting, say_hello
 from deepspeed_distca.attention_server.kernels import KernelError, select_kernel
 from deepspeed_distca.attention_server.pending import PendingPlan
-from deepspeed_distca.attention_server.runtime import AttentionServer, MicroBatchPlan, NanoBatches
+from deepspeed_distca.attention_server.server import AttentionServer, MicroBatchPlan, NanoBatches
 from deepspeed_distca.attention_server.statistics import StepStatistics
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config, parse_config
-from deepspeed_distca.integrations.contract import find_contract
-from deepspeed_distca.integrations.cost_choice import cost_to_say, own_cost_model, said_cost_model
-from deepspeed_distca.integrations.monitor import StepMonitor
-from deepspeed_distca.integrations.optional_ping_pong import OptionalPingPong
-from deepspeed_distca.integrations.ping_pong import PingPong
-from deepspeed_distca.integrations.pipeline.runtime import PipelineRuntime, PreparedPipeline
-from deepspeed_distca.integrations.plan_options import of_first_layer, plan_options
-from deepspeed_distca.integrations.row_rope import row_rules
-from deepspeed_distca.integrations.server_weights import agreed_weights, weights_of_servers
-from deepspeed_distca.integrations.transformers import (
+from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
+from deepspeed_distca.huggingface.adapter import (
     DecoderHooks,
     Description,
     UnsupportedModelError,
@@ -59,10 +51,18 @@ from deepspeed_distca.integrations.transformers import (
     attention_windows,
     find_decoder,
 )
-from deepspeed_distca.integrations.twice_called import TwiceCalled
+from deepspeed_distca.huggingface.contract import find_contract
+from deepspeed_distca.huggingface.optional_ping_pong import OptionalPingPong
+from deepspeed_distca.huggingface.ping_pong import PingPong
+from deepspeed_distca.huggingface.row_rope import row_rules
+from deepspeed_distca.huggingface.twice_called import TwiceCalled
 from deepspeed_distca.layout import Layout
+from deepspeed_distca.monitor import StepMonitor
+from deepspeed_distca.pipeline.runtime import PipelineRuntime, PreparedPipeline
+from deepspeed_distca.plan_options import of_first_layer, plan_options
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Choice
+from deepspeed_distca.server_weights import agreed_weights, weights_of_servers
 
 _ORIGINAL = "_distca_original"
 #: Seconds that a rank without a block waits for the others, which may have one.
@@ -395,7 +395,7 @@ class Runtime:
         return self.server.stats
 
     def plan(self, description: Description | Exception, device: torch.device) -> tuple[PendingPlan, torch.Tensor]:
-        """See ``integrations.transformers.Planner``."""
+        """See ``huggingface.adapter.Planner``."""
         self._watch.begin()
         given = description
         if isinstance(description, Description):
@@ -410,11 +410,11 @@ class Runtime:
         return pending, pending.divisor
 
     def plan_alone(self, layout: Layout, device: torch.device) -> MicroBatchPlan:
-        """See ``integrations.transformers.Planner``."""
+        """See ``huggingface.adapter.Planner``."""
         return self.server.plan_alone(layout)
 
     def failed(self, error: BaseException) -> None:
-        """See ``integrations.transformers.Planner``."""
+        """See ``huggingface.adapter.Planner``."""
         self._watch.failed(error)
 
     def _forward_over(self, model: torch.nn.Module, args: Any, output: Any) -> None:

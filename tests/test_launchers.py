@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ROOT / "tests" / "integrations" / "scripts"
+SCRIPTS = ROOT / "tests" / "huggingface" / "scripts"
 EXAMPLES = ROOT / "examples" / "hf_llama"
 STEPS = 20
 

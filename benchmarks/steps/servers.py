@@ -22,10 +22,10 @@ from deepspeed_distca.attention_server.kernels.libraries import distribution_ver
 from deepspeed_distca.attention_server.phase_planner import PlanOptions
 from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.server_plan import ServerPlan
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 from deepspeed_distca.config import DistCAConfig
-from deepspeed_distca.integrations.cost_choice import find_cost_model
-from deepspeed_distca.integrations.plan_options import plan_options
+from deepspeed_distca.cost_choice import find_cost_model
+from deepspeed_distca.plan_options import plan_options
 from deepspeed_distca.profiling.measure import Stopwatch
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads

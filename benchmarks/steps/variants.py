@@ -18,7 +18,7 @@ from deepspeed_distca.attention_server.core_attention import LayerPlan, core_att
 from deepspeed_distca.attention_server.kernels import select_kernel
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.statistics import DeviceTimer, TimedKernel
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks

@@ -17,10 +17,13 @@ from typing import TypeVar
 
 import torch
 
-from deepspeed_distca.attention_server.exchange import Exchange, Messages, Pending
+from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, Pending
 from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.row_dots import row_dots
-from deepspeed_distca.attention_server.rows import (
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.side_stream import SideStream
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.transfers import (
     accumulate,
     consecutive,
     dispatch,
@@ -29,9 +32,6 @@ from deepspeed_distca.attention_server.rows import (
     stats_dtype,
     take_back,
 )
-from deepspeed_distca.attention_server.server_plan import ServerPlan
-from deepspeed_distca.attention_server.side_stream import SideStream
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
 from deepspeed_distca.attention_server.watch import Watch, backward_of_layer
 
 Result = TypeVar("Result")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_distca.attention_server.exchange import Exchange
+from deepspeed_distca.attention_server.exchange.base import Exchange
 from deepspeed_distca.attention_server.server_plan import ServerPlan
-from deepspeed_distca.attention_server.tasks import TaskBatch
+from deepspeed_distca.attention_server.task_batch import TaskBatch
 from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout
 from deepspeed_distca.scheduler.plan import HOME_ROW, PEER, ROWS, WORK_ROW, RankPlan, TaskRanges
 

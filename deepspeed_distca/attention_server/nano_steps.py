@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_distca.attention_server.exchange import Pending
+from deepspeed_distca.attention_server.exchange.base import Pending
 from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.nano_batches import NanoLayerPlan, NanoPart
 from deepspeed_distca.attention_server.row_dots import row_dots
-from deepspeed_distca.attention_server.rows import (
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.transfers import (
     accumulate,
     add_rows,
     consecutive,
@@ -21,7 +22,6 @@ from deepspeed_distca.attention_server.rows import (
     stats_dtype,
     take_back,
 )
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
 
 
 class ForwardSteps:

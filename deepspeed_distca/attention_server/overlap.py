@@ -25,7 +25,7 @@ from deepspeed_distca.attention_server.core_attention import refuse_second_order
 from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.nano_batches import NanoLayerPlan
 from deepspeed_distca.attention_server.nano_steps import BackwardSteps, ForwardSteps, Given
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.attention_server.watch import Watch, backward_of_layer
 
 

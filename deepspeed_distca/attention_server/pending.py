@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from deepspeed_distca.attention_server.agreement import GlobalMicroBatch
-from deepspeed_distca.attention_server.runtime import MicroBatchPlan
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.server import MicroBatchPlan
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 
 
 class PendingPlan:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from deepspeed_distca.attention_server.tasks import TaskBatch
+from deepspeed_distca.attention_server.task_batch import TaskBatch
 from deepspeed_distca.scheduler.plan import HOME_ROW, PEER, ROWS, WORK_ROW, RankPlan, TaskRanges
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from deepspeed_distca.attention_server.exchange import Exchange, Expected, Messages, Pending, Round
+from deepspeed_distca.attention_server.exchange.base import Exchange, Expected, Messages, Pending, Round
 from deepspeed_distca.attention_server.kernels import Kernel
 
 

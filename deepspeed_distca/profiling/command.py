@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.exchange import PeerToPeerExchange, exchange_group
+from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange, exchange_group
 from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
 from deepspeed_distca.attention_server.setting import DTYPES, setting_of
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.profiling.link import measure_link, sizes_for
 from deepspeed_distca.profiling.measure import KernelBench, Measured, limits_for, limits_of, measure
 from deepspeed_distca.profiling.report import print_result

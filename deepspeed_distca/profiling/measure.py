@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_distca.attention_server.kernels import Kernel, KernelError
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.profiling.shapes import Limits, Shape, fitting_shapes, held_out_shapes
 from deepspeed_distca.scheduler.cost_model import PHASES
 from deepspeed_distca.scheduler.heads import Heads

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from deepspeed_distca.attention_server.tasks import TaskBatch
+from deepspeed_distca.attention_server.task_batch import TaskBatch
 from deepspeed_distca.scheduler.cost_model import pairs
 from deepspeed_distca.scheduler.fit import features
 

@@ -19,7 +19,7 @@ from train import make_model, make_tokenizer, parse_args
 
 import deepspeed_distca  # noqa: F401  reads the `distca` block when Accelerate calls deepspeed.initialize
 from deepspeed_distca.data import AccumulationLoader, PackedRows, PackedSequenceCollator, pack_documents
-from deepspeed_distca.integrations.trainer import FlatRows
+from deepspeed_distca.huggingface.trainer import FlatRows
 
 
 def main() -> None:

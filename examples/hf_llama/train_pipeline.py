@@ -24,7 +24,7 @@ from train import CONFIGS, data_settings, load_checkpoint, load_config, make_mod
 
 import deepspeed_distca  # noqa: F401  reads the `distca` block when deepspeed.initialize is called
 from deepspeed_distca.data import PackedRows, PackedSequenceCollator, RowSampler, pack_documents
-from deepspeed_distca.integrations.pipeline import DecoderPipeline, pipeline_batch
+from deepspeed_distca.pipeline import DecoderPipeline, pipeline_batch
 
 
 def parse_args() -> argparse.Namespace:

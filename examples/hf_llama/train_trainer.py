@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 import deepspeed_distca  # noqa: F401  reads the `distca` block when Trainer calls deepspeed.initialize
 from deepspeed_distca.data import PackedRows, PackedSequenceCollator, pack_documents
-from deepspeed_distca.integrations.trainer import FlatRows
+from deepspeed_distca.huggingface.trainer import FlatRows
 
 EVALUATION_ROWS = 4
 

@@ -15,7 +15,7 @@ from deepspeed_distca.attention_server.kernels import KernelError, make_kernel
 from deepspeed_distca.attention_server.kernels import packed_kernel as packed_kernel_module
 from deepspeed_distca.attention_server.kernels.libraries import out_from_delta
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 SENTINEL = 7.0
 REFERENCE = ReferenceKernel()

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_distca.attention_server.kernels import Kernel, KernelError, make_kernel
 from deepspeed_distca.attention_server.kernels import reference as reference_module
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 SENTINEL = 7.0
 

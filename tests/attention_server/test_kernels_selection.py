@@ -19,7 +19,7 @@ from deepspeed_distca.attention_server.kernels import (
     select_kernel,
 )
 from deepspeed_distca.attention_server.kernels import libraries as libraries_module
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 
 DISTRIBUTIONS = {"flash-attn-4": "4.0.0", "flash_attn_3": "3.0.0", "flash-attn": "2.8.3"}
 MODULES = {

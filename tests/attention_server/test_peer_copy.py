@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_distca.attention_server.peer_copy import SLOTS, PeerCopyExchange, header_bytes
-from deepspeed_distca.attention_server.peer_rings import ALIGNMENT, Rings, divide
-from deepspeed_distca.attention_server.peer_slots import PeerSlots, cut
+from deepspeed_distca.attention_server.exchange.peer_copy.copies import SLOTS, PeerCopyExchange, header_bytes
+from deepspeed_distca.attention_server.exchange.peer_copy.rings import ALIGNMENT, Rings, divide
+from deepspeed_distca.attention_server.exchange.peer_copy.slots import PeerSlots, cut
 from tests.attention_server.simulated_streams import SimulatedStreams, run_all
 
 

@@ -18,13 +18,13 @@ from transformers import LlamaConfig
 from deepspeed_distca.attention_server.agreement import GlobalMicroBatch
 from deepspeed_distca.attention_server.phase_planner import LINEAR_WORK, PhasePlanner, PlannedPhase, PlanOptions
 from deepspeed_distca.config import parse_config
-from deepspeed_distca.integrations.plan_options import linear_flops, plan_options
 from deepspeed_distca.layout import Layout, Segment
+from deepspeed_distca.plan_options import linear_flops, plan_options
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.plan import PlanCompiler
-from tests.integrations.lone_server import NoExchange, lone_server
+from tests.huggingface.lone_server import NoExchange, lone_server
 from tests.scheduler.strategies import layouts
 
 MODEL = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)

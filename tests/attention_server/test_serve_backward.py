@@ -9,7 +9,7 @@ import torch
 from deepspeed_distca.attention_server.core_attention import _serve_backward
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
 from deepspeed_distca.attention_server.server_plan import ServerPlan
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import task_rows

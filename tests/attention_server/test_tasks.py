@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_distca.attention_server.tasks import TaskBatch
+from deepspeed_distca.attention_server.task_batch import TaskBatch
 
 ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=6)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepspeed_distca.attention_server.tasks import TaskBatch
+from deepspeed_distca.attention_server.task_batch import TaskBatch
 from tests.distributed.harness import ROOT
 
 TINY = ["--servers", "2", "--tokens", "1024", "--q-heads", "4", "--kv-heads", "1", "--head-dim", "32"]

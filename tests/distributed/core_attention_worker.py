@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
-from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
+from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
 from deepspeed_distca.attention_server.kernels import make_kernel
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.relays import RelayRule

@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server import exchange_choice
-from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
+from deepspeed_distca.attention_server.exchange import choice as exchange_choice
+from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
 
 NO_MEMORY = "RuntimeError: CUDA driver error: out of memory"
 NO_ACCESS = "RuntimeError: GPU 0 cannot access the memory of GPU 1"

@@ -56,7 +56,7 @@ and more dimensions, multi-axis position ids. Evaluation without a packed batch,
 model's own way.
 
 PEFT wrappers (LoRA with keys and values frozen too), frozen layers, tied embeddings, router losses, `torch.compile`
-and several models in one process are covered by `tests/integrations`.
+and several models in one process are covered by `tests/huggingface`.
 """
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from deepspeed_distca import Layout
 from deepspeed_distca.data.from_layout import batch_from_layout
-from deepspeed_distca.integrations.transformers import UnsupportedModelError, attention_modules, attention_windows
+from deepspeed_distca.huggingface.adapter import UnsupportedModelError, attention_modules, attention_windows
 from tests.distributed import model_families
 from tests.distributed.engine_worker import ds_config, reference
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from deepspeed_distca.attention_server import nano_steps
-from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
+from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
 from deepspeed_distca.attention_server.statistics import TimedKernel
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.layout import Layout

@@ -17,15 +17,15 @@ from deepspeed.utils import safe_get_full_grad
 
 import deepspeed_distca
 from deepspeed_distca.attention_server.core_attention import LayerPlan
-from deepspeed_distca.attention_server.exchange import PeerToPeerExchange
+from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
 from deepspeed_distca.attention_server.kernels import make_kernel
 from deepspeed_distca.attention_server.nano_batches import has_crossing, nano_layer_plan, row_cuts
 from deepspeed_distca.attention_server.overlap import NanoPair, PingPongPlan
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.data.from_layout import batch_from_layout
-from deepspeed_distca.integrations.turns import Turns
+from deepspeed_distca.huggingface.turns import Turns
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.relays import RelayRule

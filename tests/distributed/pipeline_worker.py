@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 
 from deepspeed_distca import Layout, PackedSequenceCollator
 from deepspeed_distca.data.from_layout import batch_from_layout
-from deepspeed_distca.integrations.pipeline import DecoderPipeline, pipeline_batch
+from deepspeed_distca.pipeline import DecoderPipeline, pipeline_batch
 from tests.distributed.engine_worker import VOCABULARY, ds_config, reference
 
 LR = 0.3

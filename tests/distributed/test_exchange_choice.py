@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.exchange_choice import make_exchange
+from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from tests.distributed.exchange_choice_worker import NO_ACCESS, NO_MEMORY
 from tests.distributed.harness import run_ranks
 

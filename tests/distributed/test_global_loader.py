@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_distca.config import DistCAConfigError, parse_config
-from deepspeed_distca.integrations.server_weights import weights_of_servers
+from deepspeed_distca.server_weights import weights_of_servers
 from tests.distributed.harness import run_ranks
 
 TOLERANCE = 1e-5

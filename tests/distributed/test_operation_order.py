@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from deepspeed.runtime.pipe import schedule as ds
 
-from deepspeed_distca.integrations.pipeline.schedule import (
+from deepspeed_distca.pipeline.schedule import (
     SamePhaseEvaluation,
     SamePhaseSchedule,
     ServeBackward,

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_distca.integrations.contract import Contract
-from deepspeed_distca.integrations.front_door import BatchError, Limits, admit
+from deepspeed_distca.huggingface.contract import Contract
+from deepspeed_distca.huggingface.front_door import BatchError, Limits, admit
 from deepspeed_distca.layout import LENGTH, Layout, LayoutError
 
 VOCABULARY = 97

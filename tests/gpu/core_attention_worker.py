@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
-from deepspeed_distca.attention_server.exchange_choice import make_exchange
+from deepspeed_distca.attention_server.exchange.choice import make_exchange
+from deepspeed_distca.attention_server.exchange.peer_copy.copies import PeerCopyExchange
 from deepspeed_distca.attention_server.kernels import make_kernel, select_kernel
-from deepspeed_distca.attention_server.peer_copy import PeerCopyExchange
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout, Segment
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.exchange import Exchange
-from deepspeed_distca.attention_server.exchange_choice import make_exchange
-from deepspeed_distca.attention_server.peer_copy import PeerCopyExchange
+from deepspeed_distca.attention_server.exchange.base import Exchange
+from deepspeed_distca.attention_server.exchange.choice import make_exchange
+from deepspeed_distca.attention_server.exchange.peer_copy.copies import PeerCopyExchange
 from tests.gpu.processes import meet, start
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.uint8)

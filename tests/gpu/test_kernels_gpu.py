@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_distca.attention_server.kernels import KERNEL_NAMES, KernelError, make_kernel
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 pytestmark = [
     pytest.mark.gpu,

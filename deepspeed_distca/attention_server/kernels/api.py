@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 # Flash-attention kernels address a buffer with 32-bit element offsets in places; a larger buffer is refused.
 MAX_ELEMENTS = 2**31

@@ -13,8 +13,8 @@ from deepspeed_distca.attention_server.kernels.libraries import (
     window_sizes,
 )
 from deepspeed_distca.attention_server.kernels.packed_kernel import PackedKernel
-from deepspeed_distca.attention_server.kernels.packing import PackedCall
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.kernels.packed_rows import PackedCall
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 
 DISTRIBUTION = "flash-attn"
 # From here on the low-level functions take window_size_left and window_size_right, and return four values.

@@ -20,8 +20,8 @@ from deepspeed_distca.attention_server.kernels.libraries import (
     window_sizes,
 )
 from deepspeed_distca.attention_server.kernels.packed_kernel import PackedKernel
-from deepspeed_distca.attention_server.kernels.packing import PackedCall
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.kernels.packed_rows import PackedCall
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 
 DISTRIBUTION = "flash_attn_3"
 

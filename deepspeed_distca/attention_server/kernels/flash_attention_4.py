@@ -29,8 +29,8 @@ from deepspeed_distca.attention_server.kernels.libraries import (
     missing_distribution,
     out_from_delta,
 )
-from deepspeed_distca.attention_server.kernels.packing import packed_calls
-from deepspeed_distca.attention_server.tasks import AttentionSpec, DeviceTasks, TaskBatch
+from deepspeed_distca.attention_server.kernels.packed_rows import packed_calls
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, DeviceTasks, TaskBatch
 
 DISTRIBUTION = "flash-attn-4"
 # The library compiles a variant of its own where the longest range fits one tile (at most 128 rows, or 192 on

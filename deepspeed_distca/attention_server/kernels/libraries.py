@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 from deepspeed_distca.attention_server.kernels.api import KernelError, check_heads, check_spec
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 
 
 def distribution_version(distribution: str) -> str | None:

@@ -16,8 +16,8 @@ from deepspeed_distca.attention_server.kernels.api import (
     check_forward,
 )
 from deepspeed_distca.attention_server.kernels.libraries import out_from_delta
-from deepspeed_distca.attention_server.kernels.packing import PackedCall, packed_calls
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.kernels.packed_rows import PackedCall, packed_calls
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 
 class PackedKernel(ABC):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.kernels.api import check_backward, check_forward, check_heads, check_spec
-from deepspeed_distca.attention_server.tasks import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 # Tasks of at most this many keys are batched with others of their size.
 SMALL_TASK = 128

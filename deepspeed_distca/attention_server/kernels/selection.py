@@ -10,7 +10,7 @@ import logging
 import torch
 
 from deepspeed_distca.attention_server.kernels.api import Kernel, KernelError
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import torch
 
 from deepspeed_distca.attention_server.kernels.libraries import check_flash, window_sizes
 from deepspeed_distca.attention_server.kernels.packed_kernel import PackedKernel
-from deepspeed_distca.attention_server.kernels.packing import PackedCall
-from deepspeed_distca.attention_server.tasks import AttentionSpec
+from deepspeed_distca.attention_server.kernels.packed_rows import PackedCall
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
 
 
 class TorchVarlenKernel(PackedKernel):

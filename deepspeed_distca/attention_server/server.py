@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention server of one rank: agrees on layouts, plans micro-batches, computes attention, keeps statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from deepspeed_distca.attention_server.agreement import Agreement, GlobalMicroBatch, MicroBatch, fingerprint
+from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
+from deepspeed_distca.attention_server.exchange.base import Exchange
+from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
+from deepspeed_distca.attention_server.nano_batches import has_crossing, nano_layer_plan, row_cuts
+from deepspeed_distca.attention_server.overlap import PingPongPlan
+from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlannedPhase, PlanOptions
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.side_stream import SideStream
+from deepspeed_distca.attention_server.statistics import DeviceTimer, StepStatistics, TimedExchange, TimedKernel
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.attention_server.watch import Watch
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.tasks import home_tasks
+
+PHASES = ("forward", "backward")
+
+#: Which micro-batches are divided into two nano-batches (see ``overlap``): none, those in which rows move, all, or
+#: those in which it is predicted to be worth it (``PhasePlanner.favours_two``) and every rank can.
+NanoBatches = Literal["never", "moved", "always", "exposed"]
+
+
+class AttentionServer:
+    """One rank's share of core attention.
+
+    Args:
+        agreement: over all ranks of the loss; plans are made for this rank's group of servers.
+        exchange: over this rank's servers; not used by a single one.
+        server: this rank's place among its servers.
+        cost: predicts the seconds of tasks.
+        options: how to plan.
+        windows: the window of each attention layer (None: full causal), one entry per layer.
+        kernel: a kernel's name, or None to choose.
+        local_first: tasks that stay at home hide the exchange, instead of waiting for it.
+        ping_pong: which micro-batches are divided into two nano-batches.
+        check_plan: compare digests of plans over the ranks.
+        accumulation_steps: micro-batches of an optimizer step, by which the engine divides the loss.
+        ranks: over how many ranks the engine averages gradients.
+        step: called for the number of the current optimizer step; statistics start anew when it changes.
+        watch: follows where this rank is, and tells the others when it fails.
+
+    Attributes:
+        favoured_two: whether "exposed" has favoured two nano-batches for a micro-batch so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        agreement: Agreement,
+        exchange: Exchange,
+        server: int,
+        cost: CostModel,
+        options: PlanOptions,
+        windows: Sequence[int | None],
+        kernel: str | None,
+        local_first: bool,
+        check_plan: bool,
+        accumulation_steps: Callable[[], int],
+        ranks: int,
+        step: Callable[[], int],
+        ping_pong: NanoBatches = "never",
+        watch: Watch | None = None,
+    ) -> None:
+        self._timer = DeviceTimer()
+        self._agreement, self._exchange, self._server = agreement, TimedExchange(exchange, self._timer), server
+        self._cost, self._granularity = cost, options.granularity
+        self._planner = PhasePlanner(server, cost, options, early=exchange.early)
+        self._layers = {window: list(windows).count(window) for window in dict.fromkeys(windows)}
+        self._kernel_name, self._check_plan = kernel, check_plan
+        self._side = SideStream() if local_first else None
+        self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
+        self._ping_pong, self._watch = ping_pong, watch
+        self.favoured_two = False
+        self._kernels: dict[tuple, Kernel] = {}
+        self._statistics = StepStatistics()
+        self._statistics_step: int | None = None
+        self._loads: dict[str, float] = {}
+
+    @property
+    def stats(self) -> StepStatistics:
+        """Statistics of the last step. On a GPU reading them waits for its kernels."""
+        self._statistics.server_seconds, self._statistics.exposed_seconds = self._timer.seconds
+        return self.planned
+
+    @property
+    def planned(self) -> StepStatistics:
+        """The same as planned, with what was measured in the step before only: never waits for the device."""
+        s = self._statistics
+        s.previous_server_seconds, s.previous_exposed_seconds = self._timer.previous
+        return s
+
+    @property
+    def kernel(self) -> str | None:
+        """Name of the kernel in use, once a layer has run."""
+        return next((kernel.name for kernel in self._kernels.values()), None)
+
+    def gather(self, given: MicroBatch | Exception) -> Callable[[], GlobalMicroBatch]:
+        """Collective over all ranks: see :meth:`Agreement.gather`."""
+        return self._agreement.gather(given)
+
+    def plan(self, gathered: Callable[[], GlobalMicroBatch]) -> tuple[MicroBatchPlan, float]:
+        """Collective over all ranks: the plan of a training micro-batch, and the divisor of its summed loss with which
+        the mean over ranks and micro-batches is the mean over all targets.
+
+        Args:
+            gathered: what :meth:`gather` gives.
+
+        Raises:
+            AgreementError: on every rank, if a rank's input is an error or the inputs do not fit together.
+        """
+        start = time.perf_counter()
+        everyone = gathered()
+        weigh = self._ping_pong == "exposed"
+        planned = [
+            self._planner.plan(everyone.layout, window, phase, layers, weigh=weigh)
+            for window, layers in self._layers.items()
+            for phase in PHASES
+        ]
+        favoured = weigh and self._planner.favours_two(planned, everyone.layout)
+        self.favoured_two |= favoured
+        if self._check_plan and everyone.layout.num_ranks > 1:
+            self._agreement.same(fingerprint(*(p.digest for p in planned), favoured), "the plan of a micro-batch")
+        self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
+        exchange = self._exchange.for_sizes(np.maximum.reduce([p.largest for p in planned]))
+        plans = {
+            window: LayerPlan(*(p.part for p in planned if p.window == window), exchange, self._side, self._watch)
+            for window in self._layers
+        }
+        if everyone.step_targets is None:
+            divisor = everyone.targets / self._ranks
+        else:
+            divisor = everyone.step_targets / (self._ranks * self._accumulation_steps())
+        two = {
+            "never": False,
+            "moved": any(p.sent.any() for p in planned),
+            "always": True,
+            "exposed": favoured and everyone.in_two,
+        }[self._ping_pong]
+        ping_pong = self._two_nano_batches(everyone.layout, plans) if two else None
+        if self._watch is not None:
+            self._watch.planned(sum(self._layers.values()))
+        return MicroBatchPlan(self, plans, ping_pong), divisor or 1.0
+
+    def plan_tick(
+        self, phase: str, kinds: Sequence[tuple[Layout, int | None, int]], *, note: bool, micro_batches: int = 0
+    ) -> list[ServerPlan]:
+        """This rank's parts of one phase alone, for layers that differ in layout or window. Collective if plans are
+        checked. With pipeline stages the ranks of a layout are those that are in the phase at the same time.
+
+        Args:
+            kinds: for each kind of layers: the layout, the window, how many layers there are.
+            note: whether it goes into the statistics, with that number of micro-batches.
+        """
+        start = time.perf_counter()
+        planned = [self._planner.plan(layout, window, phase, layers) for layout, window, layers in kinds]
+        if self._check_plan and kinds and kinds[0][0].num_ranks > 1:
+            self._agreement.same(fingerprint(*(p.digest for p in planned)), f"the plan of a {phase} tick")
+        if note:
+            self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches)
+        return [p.part for p in planned]
+
+    def layer_plan(self, forward: ServerPlan, backward: ServerPlan) -> LayerPlan:
+        """Two parts as layers run them."""
+        return LayerPlan(forward, backward, self._exchange, self._side, self._watch)
+
+    def plan_alone(self, layout: Layout) -> MicroBatchPlan:
+        """A plan that involves no other rank, for whole documents on this one (evaluation).
+
+        Raises:
+            ValueError: a layout of several ranks.
+        """
+        if layout.num_ranks > 1:
+            raise ValueError(
+                f"evaluation of a layout over {layout.num_ranks} ranks: documents that continue on other ranks need "
+                "training mode; give each rank whole documents"
+            )
+        plans = {}
+        for window in self._layers:
+            part = ServerPlan(PlanCompiler(layout, home_tasks(layout, window)).rank(0))
+            plans[window] = LayerPlan(part, part, self._exchange, self._side)
+        return MicroBatchPlan(self, plans, timed=False)
+
+    def attend(
+        self, q, k, v, plan: LayerPlan, spec: AttentionSpec, kept=None, *, timed: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :func:`core_attention`; `timed` for what counts as the step's."""
+        kernel = self._kernel(q, k, v, spec) if timed else self._untimed(q, k, v, spec)
+        return core_attention(q, k, v, plan, spec, kernel, kept)
+
+    def _two_nano_batches(self, layout: Layout, plans: dict[int | None, LayerPlan]) -> PingPongPlan:
+        """The same plans, divided in time; nobody has to agree on it, since it follows from the layout."""
+        cuts = row_cuts(layout, self._granularity)
+        crossing = has_crossing(layout, cuts)
+        layers = {
+            window: nano_layer_plan(plan.forward, plan.backward, plan.exchange, cuts, window, crossing)
+            for window, plan in plans.items()
+        }
+        return PingPongPlan(
+            int(cuts[self._server]), int(layout.tokens[self._server]), layers, self._kernel, self._watch
+        )
+
+    def _kernel(self, q, k, v, spec: AttentionSpec) -> Kernel:
+        """Of a layer whose attention begins."""
+        if self._watch is not None:
+            self._watch.attending()
+        return TimedKernel(self._untimed(q, k, v, spec), self._timer)
+
+    def _untimed(self, q, k, v, spec: AttentionSpec) -> Kernel:
+        key = (q.device, q.dtype, q.shape[1:], k.shape[1:], v.shape[1:], spec)
+        if key not in self._kernels:
+            self._kernels[key] = select_kernel(
+                self._kernel_name,
+                device=q.device,
+                dtype=q.dtype,
+                q_heads=q.shape[1],
+                kv_heads=k.shape[1],
+                head_dim=q.shape[2],
+                v_head_dim=v.shape[2],
+                spec=spec,
+            )
+        return self._kernels[key]
+
+    def _note(self, planned: list[PlannedPhase], milliseconds: float, micro_batches: int) -> None:
+        step = self._step()
+        if step != self._statistics_step:
+            self._statistics, self._statistics_step = StepStatistics(), step
+            self._timer.reset()
+            self._loads = dict.fromkeys(("max_before", "max_after", "mean_before", "mean_after"), 0.0)
+        s, total = self._statistics, self._loads
+        sent = sum(p.sent for p in planned)
+        seconds = np.zeros(len(sent))
+        speeds = self._planner.speeds(len(sent))
+        for p in planned:
+            for when, loads in (("before", p.tasks.loads_before), ("after", p.tasks.loads)):
+                total[f"max_{when}"] += p.layers * self._planner.last_load(p, loads)
+                total[f"mean_{when}"] += p.layers * float(loads.mean())
+            seconds += p.layers * self._cost.seconds(p.tasks.loads) / speeds
+        s.balance_before = total["max_before"] / total["mean_before"] if total["mean_before"] else 1.0
+        s.balance_after = total["max_after"] / total["mean_after"] if total["mean_after"] else 1.0
+        s.bytes_sent += int(sent[self._server])
+        s.bytes_sent_max = max(s.bytes_sent_max, int(sent.max()))
+        s.bytes_sent_mean += float(sent.mean())
+        s.planning_ms += milliseconds
+        previous = s.predicted_server_seconds or [0.0] * len(seconds)
+        s.predicted_server_seconds = [a + b for a, b in zip(previous, seconds.tolist(), strict=True)]
+        s.micro_batches += micro_batches
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """The plans of a micro-batch's layers, by their window, and the same in two nano-batches where that is wanted. Not
+    timed: outside the optimizer steps, whose statistics stay as they are."""
+
+    server: AttentionServer
+    layers: dict[int | None, LayerPlan]
+    ping_pong: PingPongPlan | None = None
+    timed: bool = True
+
+    def attend(self, q, k, v, spec: AttentionSpec, kept=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Core attention of one layer: see :func:`core_attention`.
+
+        Raises:
+            ValueError: a layer with a window that was not planned.
+        """
+        if spec.window not in self.layers:
+            raise ValueError(
+                f"a layer asks for a window of {spec.window} keys, but plans were made for {list(self.layers)}; the "
+                "model's attention modules must carry their window as `sliding_window`"
+            )
+        return self.server.attend(q, k, v, self.layers[spec.window], spec, kept, timed=self.timed)

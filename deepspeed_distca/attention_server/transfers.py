@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on their way: the messages of a plan's runs, what is added up at home, and what a row needs in backward."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, Pending, Round
+from deepspeed_distca.attention_server.row_dots import row_dots
+from deepspeed_distca.attention_server.server_plan import Run, ServerPlan
+
+
+def send(home: torch.Tensor, runs: list[Run]) -> Messages:
+    return [(run.peer, home[run.at_home]) for run in runs]
+
+
+def take_back(home: torch.Tensor, runs: list[Run]) -> Messages:
+    return send(home, runs)
+
+
+def receive(work: torch.Tensor, runs: list[Run]) -> Messages:
+    return [(run.peer, work[run.at_work]) for run in runs]
+
+
+def give_back(work: torch.Tensor, runs: list[Run]) -> Messages:
+    return receive(work, runs)
+
+
+def relay(p: ServerPlan, k_work: torch.Tensor, v_work: torch.Tensor) -> Round | None:
+    """The second round of a dispatch: keys and values from workspace to workspace."""
+    if not p.relay_in and not p.relay_out:
+        return None
+    works = (k_work, v_work)
+    return (
+        [message for work in works for message in send(work, p.relay_out)],
+        [message for work in works for message in receive(work, p.relay_in)],
+    )
+
+
+def consecutive(buffer: torch.Tensor, runs: list[Run]) -> Messages:
+    """The runs one after another in a buffer of their own."""
+    row, messages = 0, []
+    for run in runs:
+        messages.append((run.peer, buffer[row : row + run.rows]))
+        row += run.rows
+    return messages
+
+
+def keep(work: torch.Tensor, home: torch.Tensor, runs: list[Run]) -> None:
+    for run in runs:
+        work[run.at_work].copy_(home[run.at_home])
+
+
+def dispatch(
+    exchange: Exchange,
+    p: ServerPlan,
+    queries: list[tuple[torch.Tensor, torch.Tensor]],
+    keys: list[tuple[torch.Tensor, torch.Tensor]],
+    stats: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Pending:
+    """Rows leave for their servers, and this rank's own go to its workspace.
+
+    Args:
+        queries, keys: home and workspace of what goes with query rows, and of keys and values.
+        stats: of the query rows of ``p.returned``, one after another, and their workspace.
+    """
+    sends = [message for home, _ in queries for message in send(home, p.q_out)]
+    receives = [message for _, work in queries for message in receive(work, p.q_in)]
+    if stats is not None:
+        rows = consecutive(stats[0], p.returned)
+        sends += rows[: len(p.q_out)]
+        receives += receive(stats[1], p.q_in)
+    sends += [message for home, _ in keys for message in send(home, p.kv_out_direct)]
+    receives += [message for _, work in keys for message in receive(work, p.kv_in_direct)]
+    pending = exchange.start(sends, receives, relay(p, *(work for _, work in keys)))
+    for home, work in queries:
+        keep(work, home, p.q_keep)
+    for home, work in keys:
+        keep(work, home, p.kv_keep)
+    if stats is not None:
+        for run, (_, row) in zip(p.q_keep, rows[len(p.q_out) :], strict=True):
+            stats[1][run.at_work].copy_(row)
+    return pending
+
+
+def stats_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def moved_delta(dout: torch.Tensor, out: torch.Tensor, runs: list[Run], heads: int) -> torch.Tensor:
+    """delta of the rows that other servers, or this rank's workspace, compute: [rows, heads]."""
+    parts = [row_dots(dout[run.at_home], out[run.at_home]).t() for run in runs]
+    return torch.cat(parts) if parts else out.new_empty((0, heads), dtype=stats_dtype(out))
+
+
+def add_rows(home: torch.Tensor, span: slice, rows: torch.Tensor) -> None:
+    """Adds rows to a range of home, in fp32 at least, rounding once."""
+    if home.dtype.itemsize < 4:
+        home[span] = home[span].float() + rows
+    else:
+        home[span] += rows
+
+
+def accumulate(p: ServerPlan, home: torch.Tensor, sources: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Adds the servers' contributions to dk or dv at home, in fp32 at least, rounding once."""
+    for span, contributions in p.touched:
+        total = home[span]
+        if len(contributions) == 1:
+            # One addition is computed in fp32 and rounded once anyway: no copy in fp32 is needed.
+            source, row, run = contributions[0]
+            total += sources[source][row : row + run.rows]
+            continue
+        if total.dtype.itemsize < 4:
+            total = total.float()
+        for source, row, run in contributions:
+            at = run.home - span.start
+            total[at : at + run.rows] += sources[source][row : row + run.rows]
+        if total.dtype != home.dtype:
+            home[span] = total

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HuggingFace models: the hooks that hand every forward its plan.
+
+Nothing of transformers is replaced. A name is registered with its attention interface, and a model's configuration
+points to that name only while a forward has a plan, and while a layer of such a forward is recomputed; at any other
+time the model runs as it always does, by its own attention and masks, and so do its copies. The plan travels as a
+keyword argument of forward, so that recomputation finds the right one.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from deepspeed_distca.huggingface.attention_function import (
+    FIRST,
+    KEPT,
+    NAME,
+    PLAN,
+    WITNESS,
+    Plan,
+    UnsupportedModelError,
+    watched_by,
+)
+from deepspeed_distca.huggingface.attention_names import AttentionNames
+from deepspeed_distca.huggingface.contract import Contract
+from deepspeed_distca.huggingface.decoders import attention_modules, attention_windows, find_decoder
+from deepspeed_distca.huggingface.first_forward import FirstForward
+from deepspeed_distca.huggingface.front_door import DESCRIPTION, Admitted, Limits, admit, names_documents
+from deepspeed_distca.huggingface.kept_attention import KeptAttention
+from deepspeed_distca.huggingface.row_rope import RowRope
+from deepspeed_distca.layout import Layout
+
+__all__ = [
+    "DecoderHooks",
+    "Description",
+    "Planner",
+    "UnsupportedModelError",
+    "attention_modules",
+    "attention_windows",
+    "find_decoder",
+]
+
+logger = logging.getLogger(__name__)
+
+#: What describes documents to kernels of transformers' own; the plan says it all.
+_KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+#: What a model may do without; the contract says how it then reads the rest.
+_OPTIONAL = {"position_ids", "attention_mask", "shift_labels", "num_items_in_batch", "use_cache"}
+#: From these some models make masks that differ from batch to batch: attention both ways among an image's tokens.
+_MASK_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
+#: Micro-batches in which ranks compare their tokens: a loader without a sampler shows in the first.
+_COMPARED = 4
+
+
+class Planner(Protocol):
+    """What makes plans: see ``deepspeed_distca.engine_hooks.Runtime``.
+
+    Attributes:
+        place: this rank's among the servers that share a layout, and how many these are.
+    """
+
+    place: tuple[int, int]
+
+    def plan(self, description: Description | Exception, device: torch.device) -> tuple[Plan, torch.Tensor]:
+        """Collective: the plan of a training micro-batch, and the divisor of its summed loss, a scalar on the device
+        that has its value once the plan was used. An error may come with the plan's first use."""
+
+    def plan_alone(self, layout: Layout, device: torch.device) -> Plan:
+        """Everything on this rank, without a word to the others: for evaluation."""
+
+    def failed(self, error: BaseException) -> None:
+        """A forward failed after its plan was asked for: the other ranks must know, and are not to wait for it."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A micro-batch as its batch describes it: see :class:`deepspeed_distca.attention_server.agreement.MicroBatch`."""
+
+    layout: Layout
+    targets: int
+    step_targets: int | None
+    tokens_digest: int = 0
+
+
+@dataclass
+class _Forward:
+    """A planned forward under way.
+
+    Attributes:
+        nothing: it has no real token, so it may have no part in any loss.
+        weight: own targets and the divisor by which a loss that is a mean over them is scaled afterwards.
+        watched: who looks on, in a model's first one.
+    """
+
+    training: bool
+    nothing: bool = False
+    weight: tuple[int, torch.Tensor] | None = None
+    watched: watched_by | None = None
+
+
+class DecoderHooks:
+    """Gives every forward of a model its plan, and takes itself out again.
+
+    In training (grad enabled, train mode) a micro-batch is planned together with the other ranks. In evaluation a
+    packed row runs on this rank alone; anything else goes the model's ordinary way.
+
+    Args:
+        model: the decoder.
+        modules: its attention modules.
+        windows: their windows.
+        planner: makes the plans.
+        contract: how the model reads its arguments.
+        weight_loss: divide the model's summed loss by the divisor that comes with a plan, unless the caller gave
+            ``num_items_in_batch`` himself.
+        keep_attention: recomputation of layers does not repeat core attention.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        modules: list[nn.Module],
+        windows: list[int | None],
+        planner: Planner,
+        *,
+        contract: Contract,
+        weight_loss: bool,
+        keep_attention: bool,
+    ) -> None:
+        self._keep_attention = keep_attention
+        self._model, self._modules, self._planner, self._weight_loss = model, modules, planner, weight_loss
+        self._windows = dict(zip(modules, windows, strict=True))
+        self._own_configuration()
+        self._names = AttentionNames(modules)
+        self._contract, self._limits = contract, _limits(model)
+        self._rope = RowRope(model)
+        self._signature = inspect.signature(model.forward)
+        parameters = self._signature.parameters
+        self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self._running: _Forward | None = None
+        self._checked = False
+        self._compared = 0  # micro-batches whose tokens were compared over the ranks
+        self._said: set[str] = set()
+        self._handles = [
+            # Behind hooks that others have registered: they see the caller's arguments, and DeepSpeed's tensor
+            # parallelism compares those over its ranks.
+            model.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True),
+            model.register_forward_hook(torch.compiler.disable(self._after), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Leaves the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._end()
+        self._rope.remove()
+        self._names.remove()
+
+    def _own_configuration(self) -> None:
+        """Gives the model a configuration object of its own, so that another one built from the very same object (a
+        teacher) has its own attention even inside this one's forward. Models of several parts have theirs already.
+        """
+        shared = self._model.config
+        if shared.sub_configs or any(m.config is not shared for m in self._modules):
+            return
+        own = copy.copy(shared)
+        for module in self._model.modules():
+            if getattr(module, "config", None) is shared:
+                module.config = own
+
+    def _before(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        if model is not self._model:
+            return None  # a copy, which brought this hook along: not the engine's
+        self._end()  # of a forward that failed where its hook was not called
+        kwargs = {**self._bind(args), **kwargs}
+        training = model.training and torch.is_grad_enabled()
+        device = next(model.parameters()).device
+        found = self._training(kwargs, device) if training else self._evaluation(kwargs, device)
+        if found is None:
+            kwargs = {key: value for key, value in kwargs.items() if key not in DESCRIPTION}
+        else:
+            plan, admitted, kwargs = found
+            self._start(model, plan, admitted, kwargs, training)
+        kwargs = {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in kwargs.items()}
+        return (), kwargs
+
+    def _start(self, model: nn.Module, plan: Plan, admitted: Admitted, kwargs: dict[str, Any], training: bool) -> None:
+        """Switches the model to its plan; adds to the arguments what travels to its layers."""
+        looked_at = not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
+        self._names.use(FIRST if looked_at else NAME)
+        self._rope.begin(admitted.lengths)
+        if training:
+            self._names.expect(plan)
+        for key in _KERNEL_ARGUMENTS:
+            kwargs.pop(key, None)
+        kwargs["use_cache"] = False
+        if not self._takes_all:
+            # Of what batches carry and the plugin adds, a model gets what it has a parameter for.
+            for key in _OPTIONAL - self._signature.parameters.keys():
+                kwargs.pop(key, None)
+        kwargs[PLAN] = plan
+        if training and self._keep_attention:
+            kwargs[KEPT] = KeptAttention()
+        if looked_at:
+            witness = FirstForward(model, self._windows, kwargs.get("position_ids"))
+            kwargs[WITNESS] = witness
+            self._running.watched = watched_by(witness)
+            self._running.watched.start()
+
+    def _training(self, kwargs: dict[str, Any], device: torch.device) -> tuple[Plan, Admitted, dict[str, Any]]:
+        admitted = None
+        try:
+            self._refuse(kwargs)
+            admitted = admit(
+                kwargs,
+                self._contract,
+                self._limits,
+                place=self._planner.place,
+                count=self._weight_loss,
+                digest=self._compared < _COMPARED,
+                say=self._say,
+            )
+            given: Description | Exception = Description(
+                admitted.layout, admitted.targets, admitted.step_targets, admitted.tokens_digest
+            )
+        except Exception as error:  # whatever it is, all ranks must know
+            given = error
+        self._compared += 1
+        plan, divisor = self._planner.plan(given, device)
+        arguments = admitted.arguments
+        self._running = _Forward(training=True, nothing=admitted.nothing)
+        weighing = self._weight_loss and arguments.get("labels") is not None
+        if weighing and arguments.get("num_items_in_batch") is None:
+            if self._contract.weighting == "num_items_in_batch":
+                arguments["num_items_in_batch"] = divisor
+            elif self._contract.weighting == "mean":
+                self._running.weight = admitted.targets, divisor
+        return plan, admitted, self._countable(arguments, admitted)
+
+    def _evaluation(
+        self, kwargs: dict[str, Any], device: torch.device
+    ) -> tuple[Plan, Admitted, dict[str, Any]] | None:
+        cached = kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None
+        if cached or kwargs.get("output_attentions") or not names_documents(kwargs):
+            return None
+        admitted = admit(kwargs, self._contract, self._limits, place=self._planner.place, count=False, say=self._say)
+        plan = self._planner.plan_alone(admitted.layout, device)
+        self._running = _Forward(training=False, nothing=admitted.nothing)
+        return plan, admitted, self._countable(admitted.arguments, admitted)
+
+    def _countable(self, arguments: dict[str, Any], admitted: Admitted) -> dict[str, Any]:
+        """Where there is no real token a loss has no targets, and its mean over them would be no number."""
+        summed = self._contract.weighting == "num_items_in_batch" and arguments.get("labels") is not None
+        if not admitted.nothing or not summed or arguments.get("num_items_in_batch") is not None:
+            return arguments
+        return {**arguments, "num_items_in_batch": torch.ones(())}
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Called after every forward, with None for an output when it failed."""
+        if model is not self._model:
+            return None
+        running = self._end()
+        if running is None:
+            return None
+        if output is None:
+            error = sys.exc_info()[1]
+            if running.training:
+                self._planner.failed(error if error is not None else RuntimeError("its forward did not end"))
+            return None
+        if running.watched is not None:
+            try:
+                running.watched.witness.finish()
+            except UnsupportedModelError as error:
+                if running.training:
+                    self._planner.failed(error)
+                raise
+            self._checked = True
+        if running.nothing or (running.weight is not None and not running.weight[0]):
+            return _without_losses(output)
+        if running.weight is not None:
+            targets, divisor = running.weight
+            return _with_loss(output, lambda loss: loss * (targets / divisor).to(loss.dtype))
+        return None
+
+    def _end(self) -> _Forward | None:
+        """Ends a forward's switches; gives the forward."""
+        self._names.restore()
+        self._rope.end()
+        running, self._running = self._running, None
+        if running is not None and running.watched is not None:
+            running.watched.stop()
+        return running
+
+    def _say(self, message: str) -> None:
+        """A warning, once for what it says but its numbers."""
+        kind = "".join(c for c in message if not c.isdigit())
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("distca: %s", message)
+
+    def _bind(self, args: tuple) -> dict[str, Any]:
+        return dict(self._signature.bind_partial(*args).arguments) if args else {}
+
+    def _refuse(self, kwargs: Mapping[str, Any]) -> None:
+        if kwargs.get("output_attentions"):
+            raise UnsupportedModelError("output_attentions=True: core attention never forms its weights; leave it off")
+        if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
+            raise UnsupportedModelError("a KV cache was given in training; run the forward without it")
+        mask = kwargs.get("attention_mask")
+        if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
+            shape = list(mask.shape) if hasattr(mask, "shape") else type(mask).__name__
+            raise UnsupportedModelError(
+                f"attention_mask {shape}: only a padding mask [batch, tokens] is supported; describe packed documents "
+                "by position_ids or a layout instead"
+            )
+
+
+def _limits(model: PreTrainedModel) -> Limits:
+    """What the embeddings of a model have room for, as its configuration says; modules may be sharded."""
+    config = model.config.get_text_config()
+    size = getattr(config, "vocab_size", None)
+    if model.config is not config or size is None:
+        # Models of several parts may put ids of images beyond their vocabulary.
+        return Limits(stand_in=int(getattr(config, "pad_token_id", None) == 0))
+    ordinary = int(getattr(config, "pad_token_id", None) == 0)
+    if model.get_output_embeddings() is None:
+        return Limits(size, getattr(model, "num_labels", None), labels_are_tokens=False, stand_in=ordinary)
+    return Limits(size, size, stand_in=ordinary)
+
+
+def _with_loss(output: Any, change: Any) -> Any:
+    """A model's output with its loss changed."""
+    if isinstance(output, ModelOutput):
+        if torch.is_tensor(output.get("loss")):
+            output["loss"] = change(output["loss"])
+        return output
+    if isinstance(output, tuple) and torch.is_tensor(output[0]) and output[0].ndim == 0:
+        return (change(output[0]), *output[1:])
+    return output
+
+
+def _without_losses(output: Any) -> Any:
+    """A model's output whose losses, whichever they are, are 0 and have gradients of 0 for every parameter: what
+    stands in for tokens has no part in them. A mean over nothing would be no number, which no factor makes one."""
+    values = output.values() if isinstance(output, ModelOutput) else output
+    anchor = next((t for t in values if torch.is_tensor(t) and t.ndim > 1 and t.requires_grad), None)
+
+    def zero(value: Any) -> Any:
+        if not torch.is_tensor(value) or value.ndim or not value.is_floating_point():
+            return value
+        if not value.requires_grad:
+            return torch.zeros_like(value)
+        return value * 0 if anchor is None else (anchor.reshape(-1)[:1] * 0).sum().to(value.dtype)
+
+    if isinstance(output, ModelOutput):
+        for key, value in list(output.items()):
+            output[key] = zero(value)
+        return output
+    return tuple(map(zero, output)) if isinstance(output, tuple) else output

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a HuggingFace decoder before it runs: its attention modules, their windows, and what is refused.
+
+A model is refused by name here, before the first step, where its attention cannot be honoured exactly. What only shows
+while it runs is caught in the first forward (see ``first_forward``).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
+
+_DISABLE = "Set `distca.enabled` to false for this model"
+#: Kinds of layers, as configurations name them, whose mixing of tokens is all core attention.
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+def find_decoder(model: nn.Module) -> PreTrainedModel:
+    """The outermost HuggingFace model in a module (itself, or inside wrappers such as PEFT's or torch.compile's).
+
+    Raises:
+        UnsupportedModelError: there is none, or its attention does not go through transformers' interface.
+    """
+    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} holds no HuggingFace model; the `distca` block needs one whose attention goes "
+            "through transformers' attention interface. Set `distca.enabled` to false for this model"
+        )
+    return found
+
+
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that call the attention interface once in every forward.
+
+    Raises:
+        UnsupportedModelError: there is none, or the model is known not to be honoured; names the model.
+    """
+    name = f"{type(model).__name__} ({model.config.model_type})"
+    found = [m for m in model.modules() if _is_attention(m)]
+    config = model.config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False) or model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only causal decoders are supported. {_DISABLE}")
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(f"{name} is configured for bidirectional attention. {_DISABLE}")
+    if getattr(config, "attention_chunk_size", None):
+        raise UnsupportedModelError(
+            f"{name} uses chunked attention, which only its mask conveys; it is not supported. {_DISABLE}"
+        )
+    mixing = _other_mixing(model, config)
+    if mixing:
+        raise UnsupportedModelError(
+            f"{name} mixes tokens by {mixing} beside attention, which knows nothing of documents and of other ranks. "
+            f"{_DISABLE}"
+        )
+    if not found or not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{name} does not go through transformers' attention interface, so its core attention cannot be "
+            f"dispatched. {_DISABLE}"
+        )
+    if getattr(config, "layerdrop", 0.0):
+        raise UnsupportedModelError(
+            f"{name} leaves out layers at random (layerdrop {config.layerdrop}), other ones on every rank, where "
+            "ranks compute each other's attention; set config.layerdrop to 0"
+        )
+    for module in found:
+        for key in _DROPOUT:
+            rate = getattr(module, key, 0.0)
+            rate = rate.p if isinstance(rate, nn.Dropout) else rate
+            if isinstance(rate, int | float) and rate:
+                in_config = next((k for k in _DROPOUT if getattr(config, k, 0.0)), "attention_dropout")
+                raise UnsupportedModelError(f"{name} uses attention dropout {rate}; set config.{in_config} to 0")
+    return found
+
+
+def base_of(decoder: PreTrainedModel, modules: list[nn.Module]) -> PreTrainedModel:
+    """The innermost model that has all attention modules."""
+    found = decoder
+    for model in decoder.modules():
+        if isinstance(model, PreTrainedModel) and set(modules) <= set(model.modules()):
+            found = model
+    return found
+
+
+def attention_windows(modules: list[nn.Module]) -> list[int | None]:
+    """The sliding window of each attention module (keys a query sees, its own included); None: all keys before it.
+
+    Modules keep it as ``sliding_window``, or take it from their configuration at every call; then the configuration's
+    ``layer_types`` say which layers have it.
+    """
+    return [_window(module) for module in modules]
+
+
+def _window(module: nn.Module) -> int | None:
+    config: Any = module.config
+    if hasattr(module, "sliding_window"):
+        sliding = getattr(module, "is_sliding", True) is not False
+        return module.sliding_window if sliding else None
+    window = getattr(config, "sliding_window", None)
+    if not window or not _reads_window_from_config(module):
+        return None
+    types, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if types is not None and layer is not None and types[layer] != "sliding_attention":
+        return None
+    return window
+
+
+def _reads_window_from_config(module: nn.Module) -> bool:
+    """Whether the module's forward looks the window up in its configuration: its code mentions the name."""
+    code = getattr(type(module).forward, "__wrapped__", type(module).forward).__code__
+    return "sliding_window" in (*code.co_names, *code.co_consts)
+
+
+def _other_mixing(model: PreTrainedModel, config: Any) -> str | None:
+    """What else passes information between tokens: state-space, linear-attention and convolution layers."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    if kinds:
+        return f"layers of kind {', '.join(sorted(map(str, kinds)))}"
+    if getattr(model, "_is_stateful", False):
+        return "a recurrent state"
+    if getattr(config, "index_topk", None):
+        return "an indexer that selects keys"
+    convolution = next((n for n, m in model.named_modules() if isinstance(m, nn.Conv1d)), None)
+    return f"a convolution ({convolution})" if convolution else None
+
+
+def _is_attention(module: nn.Module) -> bool:
+    cls = type(module)
+    owner = sys.modules.get(cls.__module__)
+    return (
+        "Attention" in cls.__name__
+        and hasattr(owner, "ALL_ATTENTION_FUNCTIONS")
+        and hasattr(module, "config")
+        and getattr(module, "is_causal", True) is True
+        and not any(_is_attention(child) for child in module.children())
+    )

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks on at a model's first planned forward: does every layer attend by the rule that it was planned with?
+
+A model says how its layers attend in two ways: by the arguments of its attention calls, and by the masks it asks
+transformers for. Masks are never built for planned forwards, so a rule that only the mask conveys (a window that the
+attention call does not mention, chunks, blocks of bidirectional attention) would be lost without a word. Here both are
+compared with the plan, once, and the model is refused by name where they differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
+
+_DISABLE = "Set `distca.enabled` to false for this model"
+# Query rows at which a mask's rule is looked at, the row's last among them.
+_ROWS = 16
+
+
+class _Rule(NamedTuple):
+    """What a mask would have said: its window, and what is wrong with it otherwise."""
+
+    window: int | None
+    fault: str | None
+    token: torch.Tensor  # stands for the mask
+
+
+class FirstForward:
+    """The witness of one forward.
+
+    Args:
+        model: the decoder.
+        windows: by attention module, the window it was planned with.
+        position_ids: [batch, tokens] or [1, tokens], as forward got them; None: rows are documents.
+    """
+
+    def __init__(
+        self, model: nn.Module, windows: dict[nn.Module, int | None], position_ids: torch.Tensor | None
+    ) -> None:
+        self._name, self._windows, self._position_ids = type(model).__name__, windows, position_ids
+        self._rules: list[_Rule] = []
+        self._called: set[nn.Module] = set()
+        self._calls = 0
+
+    def attention_call(self, module: nn.Module, window: int | None, mask: torch.Tensor | None) -> bool:
+        """Counts an attention module's call, and checks its window and the rule of its mask.
+
+        Returns:
+            whether the mask only stands for a rule that is the plan's too.
+
+        Raises:
+            UnsupportedModelError: the module attends by another rule than it was planned with.
+        """
+        self._calls += 1
+        self._called.add(module)
+        planned = self._windows.get(module)
+        kind = f"{self._name}: {type(module).__name__}"
+        if planned != window:
+            raise UnsupportedModelError(
+                f"{kind} asks for a window of {window} keys where its configuration says {planned}. {_DISABLE}"
+            )
+        rule = self._rule_of(mask)
+        if rule is None:
+            return False
+        if (rule.window or None) != (window or None):
+            raise UnsupportedModelError(
+                f"{kind} masks by a window of {rule.window} keys, but its attention call conveys {window}; what only "
+                f"a mask conveys cannot be honoured. {_DISABLE}"
+            )
+        if rule.fault:
+            raise UnsupportedModelError(f"{kind} masks by {rule.fault}. {_DISABLE}")
+        return True
+
+    def mask_rule(self, mask_function, q_length: int, kv_length: int, device=None, **arguments: Any) -> torch.Tensor:
+        """Looks at the rule of a mask, and returns a token for it that goes to the layers in the mask's place."""
+        window = arguments.get("local_size")
+        rows = torch.linspace(0, q_length - 1, min(_ROWS, q_length), device=device).long().unique()
+        zero = torch.zeros((), dtype=torch.long, device=device)
+        keys = torch.arange(kv_length, device=device)
+        positions = self._positions(q_length, device)
+        document = torch.cumsum(torch.diff(positions, prepend=positions[:1] - 1) != 1, 0)
+        fault = None
+        for row in rows:
+            allowed = torch.as_tensor(mask_function(zero, zero, row, keys)).expand(kv_length)
+            causal = keys <= row
+            if window:
+                causal &= keys > row - window
+            # Some models' masks do not know of packed documents; the plan does.
+            if not torch.equal(allowed, causal & (document == document[row])) and not torch.equal(allowed, causal):
+                fault = "a rule that is not causal attention inside documents; only that can be honoured"
+        token = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+        self._rules.append(_Rule(window, fault, token))
+        return token
+
+    def finish(self) -> None:
+        """After the forward: every attention module was called, once.
+
+        Raises:
+            UnsupportedModelError: some went another way.
+        """
+        if self._calls != len(self._windows) or len(self._called) != len(self._windows):
+            kinds = sorted({type(m).__name__ for m in self._windows})
+            raise UnsupportedModelError(
+                f"{self._name}: {self._calls} attention calls were dispatched, but there are {len(self._windows)} "
+                f"attention modules ({', '.join(kinds)}); some go another way, so the plan would be wrong. {_DISABLE} "
+                "and report it"
+            )
+
+    def _rule_of(self, mask: torch.Tensor | None) -> _Rule | None:
+        if mask is None:
+            return None
+        storage = mask.untyped_storage().data_ptr()  # a slice of the token stands for it too
+        return next((r for r in self._rules if r.token.untyped_storage().data_ptr() == storage), None)
+
+    def _positions(self, tokens: int, device: Any) -> torch.Tensor:
+        if self._position_ids is None:
+            return torch.arange(tokens, device=device)
+        return self._position_ids.reshape(-1, self._position_ids.shape[-1])[0].to(device)

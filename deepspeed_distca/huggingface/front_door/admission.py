@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one front door of a batch: all that it says about its documents and targets is read here, and compared.
+
+A batch may describe its documents in several ways at once (a layout, cu_seqlens, position ids, masks, ``seq_idx``), as
+training frameworks do. Whatever *names* documents must name the same ones; a mask of 0 and 1 names none, it says where
+padding is and cuts in any case. docs/batches.md has the table. What contradicts itself is refused before any rank
+plans.
+
+Nothing here waits for a device unless it must: of what lies on one, only what is needed to tell documents apart, and
+to count targets, is read. What was not read is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_distca.huggingface.contract import Contract
+from deepspeed_distca.huggingface.front_door.claims import CUMULATIVE, documents_of, empty_layout
+from deepspeed_distca.huggingface.front_door.targets import count_targets, read_step_targets, with_targets
+from deepspeed_distca.huggingface.front_door.values import (
+    IGNORE_INDEX,
+    UNLIMITED,
+    Limits,
+    check_ids,
+    digest_of,
+    shape_of,
+)
+from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, Layout, LayoutError
+
+#: Keys of a collated batch that describe it and are not arguments of a model.
+DESCRIPTION = ("layout", "cu_seqlens", "max_seqlen", "num_targets", "step_targets")
+
+_EMPTY_VALUES = {
+    "input_ids": 0,
+    "inputs_embeds": 0,
+    "position_ids": 0,
+    "attention_mask": 1,
+    "labels": IGNORE_INDEX,
+    "shift_labels": IGNORE_INDEX,
+}
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A batch that came through.
+
+    Attributes:
+        layout: of this rank alone, or of all that share attention; no rank of it is without a token.
+        targets: target tokens of this rank; 0 where they were not to be counted.
+        step_targets: the same over the accumulation step, as the batch says; None: it does not.
+        tokens_digest: of the token ids, 63 bits, to compare ranks by; 0: not computed.
+        arguments: what the model gets.
+        nothing: there is no real token: one stands in, which may have no part in any loss.
+        lengths: how long the document of each token is as a whole, int64 [batch, tokens], wherever it is stored.
+    """
+
+    layout: Layout
+    targets: int
+    step_targets: int | None
+    tokens_digest: int
+    arguments: dict[str, Any]
+    nothing: bool
+    lengths: np.ndarray
+
+
+def admit(
+    given: Mapping[str, Any],
+    contract: Contract,
+    limits: Limits = UNLIMITED,
+    *,
+    place: tuple[int, int] | None = None,
+    count: bool = True,
+    digest: bool = False,
+    say: Callable[[str], None] = lambda message: None,
+) -> Admitted:
+    """Reads a batch, compares what it says, and makes a model's arguments of it.
+
+    Args:
+        given: the batch: arguments of a model, and keys of :data:`DESCRIPTION`.
+        contract: how the model reads its arguments.
+        limits: of ids and labels.
+        place: this rank's among those that share a layout, and how many these are; None: a layout of several ranks is
+            not compared with the batch.
+        count: whether targets are wanted.
+        digest: whether a digest of the token ids is wanted.
+        say: told what was changed: targets that were left out. Only where labels are on the host.
+
+    Raises:
+        LayoutError: documents that cannot be told apart, or are told apart in ways that contradict each other.
+        BatchError: tokens, labels or counts that cannot be used.
+    """
+    arguments = {key: value for key, value in given.items() if key not in DESCRIPTION}
+    rows, tokens = shape_of(arguments)
+    check_ids(arguments.get("input_ids"), limits.token_ids)
+    nothing = rows * tokens == 0
+    if nothing:
+        layout, arguments = empty_layout(given.get("layout"), place), stand_in(arguments, limits.stand_in)
+        rows, tokens, real = 1, 1, np.ones(1, dtype=bool)
+    else:
+        layout, real, arguments = documents_of(given, arguments, rows, tokens, place)
+        nothing = not real.any()
+    rank = place[0] if place is not None and layout.num_ranks > 1 else 0
+    mine = layout.segments[layout.segments[:, RANK] == rank] if layout.num_ranks > 1 else layout.segments
+    whole = _lengths_of(layout, mine)
+    lengths = whole if layout.num_ranks > 1 else _without_padding(mine, real)
+    _check_documents(mine, whole, lengths, real, rows, tokens, contract)
+    arguments = _with_positions(arguments, layout, mine, rows, tokens, contract)
+    arguments = with_targets(arguments, mine, whole, real, contract, limits, say)
+    said, targets = given.get("num_targets"), 0
+    if (count or said is not None) and contract.targets is not None and not contract.whole_rows:
+        targets = count_targets(arguments, said, rows * tokens, contract)
+    return Admitted(
+        layout,
+        targets if count else 0,
+        read_step_targets(given.get("step_targets"), targets),
+        digest_of(given.get("input_ids")) if digest else 0,
+        arguments,
+        nothing,
+        np.repeat(lengths, mine[:, LENGTH]).reshape(rows, tokens),
+    )
+
+
+def names_documents(given: Mapping[str, Any]) -> bool:
+    """Whether a batch tells several documents of a row apart, other than by padding: for evaluation, where any other
+    batch goes the model's own way. Position ids and masks on a device are read, which waits for it."""
+    if any(given.get(key) is not None for key in ("layout", "seq_idx", *CUMULATIVE)):
+        return True
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if torch.is_tensor(mask) and mask.ndim == 2 and mask.dtype != torch.bool and mask.numel() and int(mask.max()) > 1:
+        return True
+    if not torch.is_tensor(positions) or positions.ndim != 2 or positions.shape[1] < 2:
+        return False
+    begins = positions[:, 1:] == 0
+    if torch.is_tensor(mask) and mask.shape == positions.shape:
+        begins = begins & (mask[:, :-1] != 0) & (mask[:, 1:] != 0)  # padding counts from 0, or stays there
+    return bool(begins.any())
+
+
+def _lengths_of(layout: Layout, mine: np.ndarray) -> np.ndarray:
+    """How long the documents of these segments are as a whole, int64 [segments]."""
+    if layout.num_ranks == 1:
+        return mine[:, LENGTH]
+    ids, number = np.unique(layout.segments[:, DOCUMENT], return_inverse=True)
+    total = np.zeros(len(ids), dtype=np.int64)
+    np.add.at(total, number, layout.segments[:, LENGTH])
+    return total[np.searchsorted(ids, mine[:, DOCUMENT])]
+
+
+def _without_padding(mine: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Real tokens of each segment, int64 [segments]; of padding alone all of it."""
+    starts = np.cumsum(mine[:, LENGTH]) - mine[:, LENGTH]
+    return np.where(real[starts], np.add.reduceat(real.astype(np.int64), starts), mine[:, LENGTH])
+
+
+def _check_documents(
+    mine: np.ndarray,
+    whole: np.ndarray,
+    lengths: np.ndarray,
+    real: np.ndarray,
+    rows: int,
+    tokens: int,
+    contract: Contract,
+) -> None:
+    """What this model cannot do exactly with documents as they are."""
+    if not contract.takes_positions and (whole != mine[:, LENGTH]).any():
+        raise LayoutError(
+            "a document continues on other ranks, but this model takes no position ids, so it cannot know where a "
+            "piece of a document stands; give each rank whole documents"
+        )
+    ends = np.cumsum(mine[:, LENGTH])
+    starts = ends - mine[:, LENGTH]
+    longest = int(lengths[real[starts]].max(initial=0))
+    if contract.longest_document is not None and longest > contract.longest_document:
+        raise LayoutError(
+            f"a document has {longest} tokens; this model's rotary frequencies change with the length of a "
+            f"row beyond {contract.longest_document} tokens (rope_type of its configuration), so that longer "
+            "documents cannot be packed exactly. Cut documents to that length, or choose another rope_type"
+        )
+    if contract.whole_rows:
+        of_row = np.bincount(starts[real[starts]] // tokens, minlength=rows)
+        if (of_row > 1).any():
+            row = int(np.flatnonzero(of_row > 1)[0])
+            raise LayoutError(
+                f"row {row} holds {int(of_row[row])} documents, but this model gives one result for a row; give it "
+                "one document a row, padded"
+            )
+
+
+def stand_in(arguments: Mapping[str, Any], token: int = 0) -> dict[str, Any]:
+    """One token, without a target, in a batch that has none: HuggingFace models cannot run without."""
+    if all(shape_of(arguments)):
+        return dict(arguments)
+    return {
+        key: value.new_full((1, 1, *value.shape[2:]), token if key == "input_ids" else _EMPTY_VALUES[key])
+        if key in _EMPTY_VALUES and torch.is_tensor(value)
+        else value
+        for key, value in arguments.items()
+    }
+
+
+def _with_positions(
+    arguments: dict[str, Any], layout: Layout, mine: np.ndarray, rows: int, tokens: int, contract: Contract
+) -> dict[str, Any]:
+    """The arguments with positions from 0 in every document, where none were given and the model's own count, along a
+    row, would be another."""
+    positions = arguments.get("position_ids")
+    if positions is not None:
+        if torch.is_tensor(positions) and positions.ndim == 1:
+            arguments = {**arguments, "position_ids": positions[None]}
+        return arguments
+    if layout.num_ranks > 1:
+        raise LayoutError("a layout of several ranks needs position_ids beside it: true positions in each document")
+    if len(mine) == rows or not contract.takes_positions:
+        return arguments  # a document a row, or nothing to tell
+    ids = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+    starts = np.cumsum(mine[:, LENGTH]) - mine[:, LENGTH]
+    made = np.arange(rows * tokens) - np.repeat(starts, mine[:, LENGTH])
+    return {**arguments, "position_ids": torch.from_numpy(made).view(rows, tokens).to(ids.device)}

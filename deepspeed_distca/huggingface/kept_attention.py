@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Core attention that is not repeated when activation checkpointing recomputes a layer.
+
+Out and lse of the first pass are kept until the recomputation asks for them, so that it neither runs the quadratic
+kernel nor exchanges anything. They lie in an object that travels beside the micro-batch's plan as a keyword argument
+of forward: recomputation finds it where it finds the plan, whoever checkpoints (transformers, torch or DeepSpeed,
+reentrant or not), and it dies with the micro-batch's graph.
+
+Nothing depends on finding something: where nothing was kept, core attention is computed again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
+
+
+class Plan(Protocol):
+    """What is needed of a micro-batch's plan: see ``MicroBatchPlan``."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        kept: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Core attention of one layer, or what was kept of it, with its gradient."""
+
+
+class KeptAttention:
+    """What is kept of one micro-batch: out [T, heads, v_head_dim] and lse [heads, T] of every checkpointed layer, each
+    until its recomputation."""
+
+    def __init__(self) -> None:
+        #: By attention module, from its first call on; None: there is nothing (any more) to be used.
+        self._kept: dict[nn.Module, _Kept | None] = {}
+
+    def attend(
+        self, module: nn.Module, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Core attention of a module: computed in a first pass, taken from what was kept in its recomputation."""
+        # Selective checkpointing matches the operations of the two passes by counting them, and those of core
+        # attention are in one pass only: it may see them in neither.
+        with _disable_current_modes():
+            if _in_backward():
+                kept, self._kept[module] = self._kept.get(module), None
+                return plan.attend(q, k, v, spec, kept.result() if kept else None)
+            again = module in self._kept
+            out, lse = plan.attend(q, k, v, spec, None)
+            # Of a module that was called twice nobody could tell which call is recomputed.
+            keep = _in_checkpoint() and not again
+            self._kept[module] = _Kept.of(out, lse) if keep else None
+            return out, lse
+
+    def __len__(self) -> int:
+        """How many layers wait for their recomputation."""
+        return sum(kept is not None for kept in self._kept.values())
+
+
+class _Kept(NamedTuple):
+    out: torch.Tensor
+    lse: torch.Tensor
+    version: tuple[int, int]
+
+    @classmethod
+    def of(cls, out: torch.Tensor, lse: torch.Tensor) -> _Kept:
+        return cls(out.detach(), lse.detach(), (out._version, lse._version))
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Out and lse, unless the model changed one of them in place after the first pass."""
+        return (self.out, self.lse) if (self.out._version, self.lse._version) == self.version else None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _in_checkpoint() -> bool:
+    """Whether this is the first pass of a checkpointed region, as far as it shows: reentrant ones turn gradients off,
+    others hook what autograd saves. Hooks of another kind (``save_on_cpu``) recompute nothing."""
+    if not torch.is_grad_enabled():
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")

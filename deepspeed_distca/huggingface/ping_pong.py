@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two nano-batches inside one forward of an unmodified HuggingFace decoder.
+
+The decoder's base model (what lies before the head) is called once, as ever; its instance's ``forward`` then runs the
+model's own forward twice, once for each nano-batch, in turns: a layer's attention hands over to the other one while
+its rows travel. The two outputs are put together again, so that whatever comes after (head, loss, labels) sees the
+micro-batch as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from deepspeed_distca.attention_server.overlap import NanoPair, PingPongPlan
+from deepspeed_distca.attention_server.pending import PendingPlan
+from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS, UnsupportedModelError
+from deepspeed_distca.huggingface.decoders import base_of
+from deepspeed_distca.huggingface.kept_attention import KeptAttention
+from deepspeed_distca.huggingface.ping_pong_trial import Trial
+from deepspeed_distca.huggingface.row_rope import row_rules
+from deepspeed_distca.huggingface.turns import Turns
+
+_OTHERWISE = 'Set `distca.overlap` to "local_first"'
+#: Kinds of rotary embeddings that depend on the longest position of a row, which its halves do not share.
+
+
+class PingPong:
+    """Makes a decoder run its training micro-batches as two nano-batches wherever their plan says so.
+
+    The first training forward runs whole: it is looked on to learn how the model attends (see ``first_forward``), and
+    every rank has one.
+
+    Args:
+        decoder: the model.
+        modules: its attention modules.
+        trial: looks on while micro-batches run whole, where two nano-batches were not asked for.
+
+    Attributes:
+        base: the model whose forward is run twice.
+        seen: whether a training forward has run.
+        split: whether the last training forward was in two nano-batches.
+        running: the nano-batch whose forward is running, or None.
+
+    Raises:
+        UnsupportedModelError: a model for which halves would not be exact.
+    """
+
+    def __init__(self, decoder: PreTrainedModel, modules: list[nn.Module], trial: Trial | None = None) -> None:
+        self.base = base_of(decoder, modules)
+        self.split = False
+        self.seen = False
+        self.running: int | None = None
+        self._trial = trial
+        self._name = type(decoder).__name__
+        rules = row_rules(decoder)
+        if rules:
+            raise UnsupportedModelError(
+                f'{self._name} uses rotary embeddings of kind "{rules[0].kind}", which depend on the longest position '
+                f"of a row: the two halves of a row would not share it. {_OTHERWISE}"
+            )
+        self._own_forward = self.base.__dict__.get("forward")  # of a model that somebody else has patched
+        self._forward: Callable[..., Any] = self.base.forward
+        self._signature = inspect.signature(self._forward)
+        self._takes_positions = "position_ids" in self._signature.parameters or any(
+            p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values()
+        )
+
+        @functools.wraps(self._forward)
+        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if model is self.base:
+                return self._run(args, kwargs)
+            # A copy, which brought this along.
+            return (self._own_forward or types.MethodType(type(model).forward, model))(*args, **kwargs)
+
+        # As a method it is bound to a copy when the model is copied.
+        parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        forward.__signature__ = inspect.Signature([parameter, *self._signature.parameters.values()])
+        self.base.forward = types.MethodType(torch.compiler.disable(forward), self.base)
+
+    def remove(self) -> None:
+        """Gives the base model its own forward back."""
+        self.base.__dict__.pop("forward", None)
+        if self._own_forward is not None:
+            self.base.__dict__["forward"] = self._own_forward
+
+    def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        plan = kwargs.get(PLAN)
+        if not isinstance(plan, PendingPlan) or not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)  # not a training forward
+        ping_pong: PingPongPlan | None = None
+        if self.seen and kwargs.get(WITNESS) is None:
+            ping_pong = plan.result().ping_pong
+        elif self._trial is None:
+            _refuse_reentrant(self.base)
+        self.split = ping_pong is not None
+        if ping_pong is None:
+            return self._whole(plan, args, kwargs)
+        kwargs = {**self._signature.bind_partial(*args).arguments, **kwargs}
+        rows = self._rows(kwargs)
+        batch, tokens = rows.shape[:2]
+        if batch * tokens != ping_pong.rows:
+            raise ValueError(f"the plan was made for {ping_pong.rows} tokens, got {batch} x {tokens}")
+        halves = self._halves(kwargs, rows, ping_pong.cut)
+        outputs = self._both(halves, ping_pong, rows.device)
+        return _merge(outputs, (ping_pong.cut, ping_pong.rows - ping_pong.cut), (batch, tokens))
+
+    def _whole(self, plan: PendingPlan, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self._trial is None:
+            output = self._forward(*args, **kwargs)
+        else:
+            output = self._forward(*args, **{**kwargs, PLAN: self._trial.watched(plan)})
+            self._trial.rehearse(lambda: self._rehearse(args, kwargs, output))
+        self.seen = True
+        return output
+
+    def _rehearse(self, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Raises UnsupportedModelError if arguments cannot be divided, or outputs like this not put together."""
+        kwargs = {**self._signature.bind_partial(*args).arguments, **kwargs}
+        rows = self._rows(kwargs)
+        batch, tokens = rows.shape[:2]
+        self._halves(kwargs, rows, batch * tokens // 2)
+        for key, value in kwargs.items():
+            if key not in (PLAN, KEPT) and _whole_in_both(value, batch, tokens):
+                raise UnsupportedModelError(f"{self._name}: do not know how to divide {key}. {_OTHERWISE}")
+        _check_output(output, batch, tokens)
+
+    def _both(self, halves: tuple[dict, dict], plan: PingPongPlan, device: torch.device) -> tuple[Any, Any]:
+        turns = Turns(device)
+        pair = NanoPair(plan, self._hand_over(turns))
+
+        def run(nano: int) -> Any:
+            self.running = nano
+            # Always kept: a nano-batch is recomputed when the other one's keys are not there any more, or not yet.
+            output = self._forward(**{**halves[nano], PLAN: pair.plans[nano], KEPT: KeptAttention()})
+            return output if nano else _map(output, iter(pair.close(_floating(output))))
+
+        try:
+            return turns.run(lambda: run(0), lambda: run(1))
+        finally:
+            self.running = None
+
+    def _hand_over(self, turns: Turns) -> Callable[[int], None]:
+        def hand_over(nano: int) -> None:
+            turns.hand_over(nano)
+            self.running = nano
+
+        return hand_over
+
+    def _rows(self, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        ids = kwargs.get("input_ids")
+        return ids if ids is not None else kwargs["inputs_embeds"]
+
+    def _halves(self, kwargs: dict[str, Any], rows: torch.Tensor, cut: int) -> tuple[dict, dict]:
+        """The arguments of each nano-batch: all rows of the batch one after another, before and after the cut."""
+        batch, tokens = rows.shape[:2]
+        if kwargs.get("position_ids") is None:
+            # Without them the second half would count from 0.
+            if not self._takes_positions:
+                raise UnsupportedModelError(f"{self._name} takes no position_ids. {_OTHERWISE}")
+            kwargs = {**kwargs, "position_ids": torch.arange(tokens, device=rows.device)[None]}
+        halves: tuple[dict, dict] = ({}, {})
+        for key, value in kwargs.items():
+            parts = value, value
+            if torch.is_tensor(value) and value.ndim and tokens in value.shape:
+                parts = self._cut(key, value, batch, tokens, cut)
+            for half, part in zip(halves, parts, strict=True):
+                half[key] = part
+        return halves
+
+    def _cut(self, key: str, value: torch.Tensor, batch: int, tokens: int, cut: int) -> tuple[torch.Tensor, ...]:
+        if value.ndim == 1 and batch == 1 and len(value) == tokens:
+            parts = value[:cut], value[cut:]
+            return tuple(part if len(part) else value[:1] for part in parts)
+        if value.ndim < 2 or value.shape[0] not in (1, batch) or value.shape[1] != tokens:
+            raise UnsupportedModelError(
+                f"{self._name}: do not know how to divide {key} {list(value.shape)} of {batch} x {tokens} tokens. "
+                f"{_OTHERWISE}"
+            )
+        row = value.expand(batch, *value.shape[1:]).flatten(0, 1)[None]
+        # A half without tokens gets one that stands in: models do not know what to make of none.
+        return tuple(part if part.shape[1] else row[:, :1] for part in (row[:, :cut], row[:, cut:]))
+
+
+def _merge(outputs: tuple[Any, Any], rows: tuple[int, int], shape: tuple[int, int]) -> Any:
+    """One output from those of both nano-batches, for a batch of the given shape."""
+    first, second = outputs
+    if torch.is_tensor(first):
+        given = [max(n, 1) for n in rows]
+        if first.ndim > 1 and len(first) == 1 and [t.shape[1] for t in outputs] == given:
+            whole = torch.cat([t[:, :n] for t, n in zip(outputs, rows, strict=True)], 1)
+            return whole.unflatten(1, shape).squeeze(0)
+        if first.ndim and [len(t) for t in outputs] == given:  # a router's logits: all rows of the batch
+            return torch.cat([t[:n] for t, n in zip(outputs, rows, strict=True)])
+        raise UnsupportedModelError(
+            f"do not know how to put outputs {list(first.shape)} and {list(second.shape)} of {rows[0]} and {rows[1]} "
+            f"tokens together. {_OTHERWISE}"
+        )
+    if isinstance(first, ModelOutput):
+        return type(first)(**{k: _merge((first[k], second[k]), rows, shape) for k in first})
+    if isinstance(first, tuple | list):
+        return type(first)(_merge(pair, rows, shape) for pair in zip(first, second, strict=True))
+    if first is None and second is None:
+        return None
+    raise UnsupportedModelError(
+        f"do not know how to put outputs of type {type(first).__name__} together. {_OTHERWISE}"
+    )
+
+
+def _whole_in_both(value: Any, batch: int, tokens: int) -> bool:
+    """Whether an argument that both halves get whole belongs to tokens, or to rows of the batch."""
+    if torch.is_tensor(value):
+        return value.ndim > 0 and tokens not in value.shape and len(value) == batch > 1
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return any((torch.is_tensor(v) and tokens in v.shape) or _whole_in_both(v, batch, tokens) for v in values)
+
+
+def _check_output(output: Any, batch: int, tokens: int) -> None:
+    """Raises UnsupportedModelError where :func:`_merge` would, for a whole micro-batch's output."""
+    if torch.is_tensor(output):
+        by_row = output.ndim > 1 and output.shape[:2] == (batch, tokens)
+        if not by_row and not (output.ndim and len(output) == batch * tokens):
+            raise UnsupportedModelError(f"an output of shape {list(output.shape)} for {batch} x {tokens} tokens")
+    elif isinstance(output, ModelOutput | tuple | list):
+        for value in output.values() if isinstance(output, ModelOutput) else output:
+            _check_output(value, batch, tokens)
+    elif output is not None:
+        raise UnsupportedModelError(f"an output of type {type(output).__name__}")
+
+
+def _floating(output: Any) -> list[torch.Tensor]:
+    """Tensors of an output that may have a gradient."""
+    if torch.is_tensor(output):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, ModelOutput):
+        return [t for value in output.values() for t in _floating(value)]
+    return [t for value in output for t in _floating(value)] if isinstance(output, tuple | list) else []
+
+
+def _map(output: Any, tensors: Any) -> Any:
+    """The output with the tensors of :func:`_floating` replaced in order."""
+    if torch.is_tensor(output):
+        return next(tensors) if output.is_floating_point() else output
+    if isinstance(output, ModelOutput):
+        return type(output)(**{key: _map(value, tensors) for key, value in output.items()})
+    return type(output)(_map(v, tensors) for v in output) if isinstance(output, tuple | list) else output
+
+
+def _refuse_reentrant(model: nn.Module) -> None:
+    for module in model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if not getattr(module, "gradient_checkpointing", False) or not isinstance(function, functools.partial):
+            continue
+        if function.keywords.get("use_reentrant"):
+            raise UnsupportedModelError(
+                "reentrant activation checkpointing cannot be combined with two nano-batches: it computes gradients "
+                'of parameters once for each. Set gradient_checkpointing_kwargs={"use_reentrant": False}, or '
+                '`distca.overlap` to "local_first"'
+            )

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks a model how it treats documents and their targets, by running it on tiny ones: what it does counts, and not
+what it is called.
+
+Every rank runs the same forwards with the same tokens, whatever they show, since ranks that share parameters must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from deepspeed_distca.huggingface.tiny_forwards import Like, TinyForwards
+
+#: Relative differences below these are rounding: of one layer, since each goes on from the same values.
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+_TF32 = 1e-3
+_IGNORED = -100
+
+
+class Fault(Exception):
+    """What was found wrong with a model; does not name it."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """See ``contract.Contract``."""
+
+    targets: Literal["next", "same"] | None
+    takes_shift_labels: bool
+    weighting: Literal["num_items_in_batch", "mean"] | None
+    takes_positions: bool
+    whole_rows: bool
+
+
+def examine(forwards: TinyForwards, decoder: PreTrainedModel, longest: int | None) -> Findings:
+    """What the forwards of a model show.
+
+    Args:
+        longest: the longest document whose positions all rotary embeddings treat alike; None: any.
+
+    Raises:
+        Fault: what a document gets is not what it gets alone.
+    """
+    row = _Row.of_at_most(min(x for x in (longest, _most_positions(decoder), 44) if x))
+    judge = _Judge(forwards, row, _ordinary_tokens(decoder), _rounding(decoder))
+    judge.neighbours()
+    takes_positions = judge.alone()
+    targets, shift, weighting = (None, False, None) if judge.whole_rows else judge.loss()
+    return Findings(targets, shift, weighting, takes_positions, judge.whole_rows)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A long document, and after it three that are watched, with others between and behind."""
+
+    lengths: list[int]
+
+    @classmethod
+    def of_at_most(cls, tokens: int) -> _Row:
+        size, between = (3, 3) if tokens >= 44 else (2, 1)
+        tail = [size, between, size, between, size, between]
+        return cls([max(1, tokens - sum(tail)), *tail])
+
+    @property
+    def size(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def watched(self) -> list[slice]:
+        ends = np.cumsum(self.lengths).tolist()
+        return [slice(ends[i] - self.lengths[i], ends[i]) for i in (1, 3, 5)]
+
+
+class _Judge:
+    """Looks at the forwards of one model.
+
+    Attributes:
+        whole_rows: it has one result for a whole row.
+    """
+
+    def __init__(self, forwards: TinyForwards, row: _Row, tokens: np.ndarray, rounding: float) -> None:
+        self._forwards, self._tokens, self._rounding = forwards, tokens, rounding
+        self._random = np.random.RandomState(0)
+        self._row = row
+        self._whole = self._draw(row.size // 2)
+        self._alone = forwards.run(self._whole, [len(self._whole)], positions=False)
+        if not self._alone.of(self._alone.base):
+            raise Fault("its base model returns no tensor with a row for each token")
+        self.whole_rows = not self._alone.of(self._alone.decoder)
+
+    def neighbours(self) -> None:
+        """In training, a document's results are the same beside other documents of its batch.
+
+        All rows are of one size here: the same tokens go through the same kernels.
+        """
+        row = self._row
+        # Such models may take one row at a time. The documents watched are last: what has no room for all has none
+        # for them.
+        self._batch = 1 if self.whole_rows else 2
+        before = (self._batch - 1) * row.size
+        self._watched = [slice(d.start + before, d.stop + before) for d in row.watched]
+        # One token everywhere goes to the same experts: if those have no room for a whole batch, it shows.
+        ids = np.full(before + row.size, self._tokens[0])
+        others = self._draw(len(ids))
+        for document in self._watched:
+            others[document] = ids[document]
+        given = {"lengths": [*[row.size] * (self._batch - 1), *row.lengths], "batch": self._batch, "training": True}
+        first = self._forwards.run(ids, **given)
+        same = [Like(first, document, document) for document in self._watched]
+        second = self._forwards.run(others, like=same, **given)
+        # One of three documents may stand well by chance.
+        error = float(np.median([_errors(second.rows(), like).max() for like in same]))
+        if not error <= self._rounding:
+            raise Fault(
+                f"a document's results change with the other documents of its batch (by {error:.1e}): something "
+                "beside core attention passes between tokens, such as a convolution, a shifted state, statistics of a "
+                "row or a batch, or experts that have room for so many tokens"
+            )
+        self._rows = first, second
+
+    def alone(self) -> bool:
+        """A packed document has the results that it has alone, where users give no position ids.
+
+        Returns:
+            whether a piece of a document, given its position ids and the keys before it, has the results it has in the
+            whole document, so that documents may continue on other ranks.
+        """
+        alone, whole, size = self._alone, self._whole, self._row.size
+        others = self._draw(size - len(whole))
+        like = Like(alone, slice(len(others), size), slice(len(whole)))
+        packed = self._forwards.run(np.append(others, whole), [len(others), len(whole)], like=[like])
+        error = _most(_errors(packed.rows(), like))
+        if not error <= self._rounding:
+            why = (
+                "position_ids, counted from 0 in each document, do not give it the positions that it counts itself, "
+                "or something depends on the length of the row"
+            )
+            if not self._forwards.takes("position_ids"):
+                why = "its forward takes no position_ids, so it counts positions through the row"
+            raise Fault(f"a packed document has other results than alone (by {error:.1e}): {why}")
+        half = len(whole) // 2
+        rest = len(whole) - half
+        like = Like(alone, slice(rest), slice(half, len(whole)))
+        piece = self._forwards.run(np.append(whole[half:], others), [rest, len(others)], after=alone, like=[like])
+        error = _most(_errors(piece.rows(), like))
+        for mine, theirs in zip(piece.attention, alone.attention, strict=True):
+            # Positions change queries and keys a lot, but results hardly in a model that has learned nothing yet.
+            error = max(error, _most(_errors(mine[:2], like, theirs[:2])))
+        return self._forwards.takes("position_ids") and error <= self._rounding
+
+    def loss(self) -> tuple[Literal["next", "same"] | None, bool, Literal["num_items_in_batch", "mean"] | None]:
+        """How the loss reads labels, shift_labels and num_items_in_batch; after :meth:`neighbours`.
+
+        Seen from how much the loss changes with the label of one token, which other losses have no part in.
+        """
+        unknown = None, False, None
+        if not self._forwards.takes("labels"):
+            return unknown
+        place = self._watched[0].start + 1  # the target of a document's first token, or of its second
+        here = self._change(place)
+        if not here:
+            return unknown
+        beside = self._change(place, beside=True)
+        if not abs(beside - here) <= 0.02 * abs(here):
+            raise Fault(
+                "the loss of a document's targets changes with the other documents of its row (one target's by "
+                f"{here:.4g} in one row, by {beside:.4g} in another)"
+            )
+        targets = "same" if abs(self._change(0)) > 0.01 * abs(here) else "next"
+        shift = self._forwards.takes("shift_labels") and abs(self._change(place, shift=True)) > 0.01 * abs(here)
+        if self._forwards.takes("num_items_in_batch") and _near(2 * self._change(place, items=2.0), here):
+            return targets, shift, "num_items_in_batch"
+        mean = _near(2 * self._change(place, items=None), self._change(place, items=None, lonely=True))
+        return targets, shift, "mean" if mean else None
+
+    def _change(
+        self,
+        place: int,
+        *,
+        items: float | None = 1.0,
+        lonely: bool = False,
+        shift: bool = False,
+        beside: bool = False,
+    ) -> float:
+        """How much the loss changes with the label of one token; 0 if there is no loss.
+
+        Args:
+            items: num_items_in_batch, where it can be given.
+            lonely: no other token has a label.
+            shift: the label is among shift_labels, which say the target of each position.
+            beside: in the second row of :meth:`neighbours`.
+        """
+        one, other = self._labels(place)
+        losses = [self._loss(place, label, one, items, lonely, shift, beside) for label in (one, other)]
+        return losses[0] - losses[1]
+
+    def _loss(
+        self, place: int, label: int, fixed: int, items: float | None, lonely: bool, shift: bool, beside: bool
+    ) -> float:
+        first = self._rows[0]
+        labels = np.full(len(first.ids), _IGNORED)
+        labels[place] = label
+        if not lonely:
+            labels[self._watched[-1].start + 1] = fixed
+        given = {}
+        if shift:
+            given["shift_labels"] = self._forwards.tensor(np.append(labels[1:], _IGNORED), first.batch)
+            labels[place] = fixed
+        given["labels"] = self._forwards.tensor(labels, first.batch)
+        if items is not None and self._forwards.takes("num_items_in_batch"):
+            given["num_items_in_batch"] = torch.tensor(items, device=given["labels"].device)
+        output = self._forwards.again(self._rows[beside], **given)
+        loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
+        if not torch.is_tensor(loss) or loss.numel() != 1:
+            return 0.0
+        if not torch.isfinite(loss):
+            raise Fault(f"its loss is {float(loss)}")
+        return float(loss)
+
+    def _labels(self, place: int) -> tuple[int, int]:
+        """Two labels whose losses differ as much as any."""
+        tokens, first = self._tokens, self._rows[0]
+        scores = first.of(first.decoder)[0].float()[[max(place - 1, 0), place]].mean(0)
+        if len(scores) <= tokens.max():
+            return 0, min(1, len(scores) - 1)  # classes
+        scores = scores[torch.from_numpy(tokens).to(scores.device)].nan_to_num(0.0, 0.0, 0.0)
+        return int(tokens[int(scores.argmax())]), int(tokens[int(scores.argmin())])
+
+    def _draw(self, size: int) -> np.ndarray:
+        return self._random.choice(self._tokens, size)
+
+
+def _errors(given: Sequence[torch.Tensor], like: Like, expected: Sequence[torch.Tensor] | None = None) -> np.ndarray:
+    """The relative differences of tokens from those that they should be like: float64 [tensors, tokens].
+
+    Args:
+        given: [all tokens, ...] each.
+        expected: the same of the other forward; left out: all that belongs to tokens.
+    """
+    errors = []
+    for one, other in zip(given, like.seen.rows() if expected is None else expected, strict=True):
+        one, other = one[like.here].flatten(1).double(), other[like.there].flatten(1).double()
+        # Some models set scores to minus infinity.
+        finite = one.isfinite() & other.isfinite()
+        unequal = ((one != other) & ~finite & ~(one.isnan() & other.isnan())).any(1)
+        one, other = one.where(finite, 0.0), other.where(finite, 0.0)
+        norm = other.norm(dim=1)
+        norm = norm.clamp(min=norm.median() * 0.1).clamp(min=1e-30)
+        errors.append(((one - other).norm(dim=1) / norm).masked_fill(unequal | ~finite.any(1), torch.inf))
+    return torch.stack(errors).cpu().numpy()
+
+
+def _most(errors: np.ndarray) -> float:
+    """The largest of what is wrong with most tokens: another expert for one of them is not."""
+    return float(np.median(errors, axis=1).max())
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= 0.1 * abs(other)
+
+
+def _rounding(decoder: PreTrainedModel) -> float:
+    parameter = next(decoder.parameters())
+    if parameter.dtype == torch.float32 and parameter.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return _TF32
+    return _ROUNDING.get(parameter.dtype, _ROUNDING[torch.bfloat16])
+
+
+def _most_positions(decoder: PreTrainedModel) -> int | None:
+    return getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _ordinary_tokens(decoder: PreTrainedModel) -> np.ndarray:
+    """Token ids that stand for nothing special."""
+    config = decoder.config.get_text_config()
+    special: set[int] = set()
+    for key, value in {**decoder.config.to_dict(), **config.to_dict()}.items():
+        if key.endswith(("token_id", "token_index", "padding_idx")) and value is not None:
+            special.update(value if isinstance(value, list) else [value])
+    ids = np.array([i for i in range(min(config.vocab_size, 1024)) if i not in special])
+    if len(ids) < 2:
+        raise Fault(f"its vocabulary of {config.vocab_size} has no two ordinary tokens")
+    return ids[:: max(1, len(ids) // 64)]

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embeddings whose frequencies depend on the row: found by asking them, and made to depend on the document.
+
+Some kinds of RoPE choose their frequencies by the longest position of a row ("longrope", "dynamic"). In a packed row
+one long document would choose for all others, and a rank that stores a document's beginning would choose as if the
+document ended there. Which modules do so is seen from what they return for the same positions in other rows, whatever
+their kind is called. Three answers are possible:
+
+- nothing depends on the row: almost all models;
+- there are two sets of frequencies, one for rows up to a limit and one for longer ones: each token gets the set of its
+  own document's whole length (:class:`RowRope`);
+- beyond a limit the frequencies follow the length: exact up to that limit, for all documents.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
+
+_POSITIONS = "position_ids"
+#: Beyond every length that models are made for, and still a whole number in fp32.
+_FAR = 2**24 - 1
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """How a rotary module depends on the row.
+
+    Attributes:
+        name: of the module in its model.
+        layer_type: the argument of the module's forward for which this holds; None: it takes none.
+        limit: rows of at most so many tokens have the same frequencies.
+        two_sided: longer ones have another set, the same for all of them.
+        axis: of tokens in what the module returns.
+    """
+
+    name: str
+    module: nn.Module
+    layer_type: Any
+    limit: int
+    two_sided: bool
+    axis: int
+
+    @property
+    def kind(self) -> str:
+        """What the configuration calls it, if it does."""
+        kinds = getattr(self.module, "rope_type", type(self.module).__name__)
+        return kinds[self.layer_type] if isinstance(kinds, Mapping) else kinds
+
+
+def row_rules(model: nn.Module) -> list[RowRule]:
+    """The rotary modules of a model whose result for a position depends on other positions of the row.
+
+    Looked at are modules without parameters that are given position ids. They are asked on the host, by a copy.
+
+    Raises:
+        UnsupportedModelError: one that depends on rows of any length, or one inside layers, where a recomputation
+            would ask it again when the row's documents are forgotten.
+    """
+    found = [
+        rule
+        for name, module in model.named_modules()
+        if not any(True for _ in module.parameters()) and _POSITIONS in _parameters(module)
+        for layer_type in _layer_types(module)
+        if (rule := _rule(model, name, module, layer_type)) is not None
+    ]
+    return found
+
+
+def longest_document(rules: list[RowRule]) -> int | None:
+    """The longest document that is exact under these rules; None: any."""
+    return min((rule.limit for rule in rules if not rule.two_sided), default=None)
+
+
+class RowRope:
+    """Has every token rotated by the frequencies of its own document, while a forward has a plan.
+
+    Args:
+        model: the decoder.
+
+    Raises:
+        UnsupportedModelError: see :func:`row_rules`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rules: dict[nn.Module, dict[Any, RowRule]] = {}
+        for rule in row_rules(model):
+            if rule.two_sided:
+                self._rules.setdefault(rule.module, {})[rule.layer_type] = rule
+        self._lengths: np.ndarray | None = None
+        #: By limit: which tokens are of longer documents, bool [batch, tokens] on the device.
+        self._longer: dict[int, torch.Tensor] = {}
+        self._handles = [m.register_forward_hook(self._after, with_kwargs=True) for m in self._rules]
+
+    def begin(self, lengths: np.ndarray) -> None:
+        """A planned forward begins.
+
+        Args:
+            lengths: how long the document of each token is as a whole, int64 [batch, tokens], wherever it is stored.
+        """
+        self.end()
+        if self._rules:
+            self._lengths = lengths
+
+    def end(self) -> None:
+        """It ended, or failed."""
+        self._lengths = None
+        self._longer.clear()
+
+    def remove(self) -> None:
+        """Leaves the modules as they were."""
+        self.end()
+        for handle in self._handles:
+            handle.remove()
+
+    def _after(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Any:
+        if self._lengths is None or module not in self._rules:
+            return None  # no planned forward, or a copy that brought this hook along
+        signature = inspect.signature(module.forward)
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        rule = self._rules[module].get(given.get("layer_type"))
+        if rule is None or not (self._lengths > rule.limit).any():
+            return None  # no position goes beyond the limit, so the module has chosen right
+        positions = given[_POSITIONS]
+        beyond = positions.new_full((*positions.shape[:-1], 1), rule.limit)
+        tokens = positions.shape[-1]
+        longer = module.forward(**{**given, _POSITIONS: torch.cat([positions, beyond], -1)})
+        longer = _map(longer, lambda t: t.narrow(rule.axis, 0, tokens))
+        if (self._lengths > rule.limit).all():
+            return longer
+        # Positions of short documents are below the limit, those of others need only be something.
+        shorter = module.forward(**{**given, _POSITIONS: positions.clamp(max=rule.limit - 1)})
+        which = self._which(rule.limit, positions.device)
+        tensors = iter(_tensors(shorter))
+
+        def choose(longer: torch.Tensor) -> torch.Tensor:
+            mask = which.view(*which.shape, *[1] * (longer.ndim - rule.axis - 1))
+            return torch.where(mask, longer, next(tensors))
+
+        return _map(longer, choose)
+
+    def _which(self, limit: int, device: torch.device) -> torch.Tensor:
+        if limit not in self._longer:
+            host = torch.from_numpy(self._lengths > limit)
+            if device.type == "cuda":
+                host = host.pin_memory()
+            self._longer[limit] = host.to(device, non_blocking=True)
+        return self._longer[limit]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Asking a module.
+
+
+def _rule(model: nn.Module, name: str, module: nn.Module, layer_type: Any) -> RowRule | None:
+    def ask(*positions: int) -> list[torch.Tensor]:
+        return _ask(module, layer_type, positions)
+
+    try:
+        with torch.no_grad():
+            near, far = ask(0, 1, 0, 1, 1), ask(0, 1, 0, 1, _FAR)
+            alone = ask(1)
+    except Exception:
+        # It wants other arguments, such as an image's grid, or looks its angles up in a table of some length, which
+        # is the same for every row.
+        return None
+    axes = {tuple(i for i, size in enumerate(t.shape) if size == 5) for t in near}
+    if len(axes) != 1 or len(axis := next(iter(axes))) != 1:
+        return None
+    axis = axis[0]
+
+    def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+        return all(torch.equal(a.narrow(axis, 0, 4), b.narrow(axis, 0, 4)) for a, b in zip(one, other, strict=True))
+
+    full = f"{type(model).__name__}: {name} ({type(module).__name__})"
+    if not all(
+        torch.allclose(a.select(axis, 0), b.select(axis, 1), rtol=1e-4, atol=1e-5)
+        for a, b in zip(alone, near, strict=True)
+    ):
+        raise _refused(f"{full} gives a token other frequencies when others are in its row")
+    if same(near, far):
+        return None
+    with torch.no_grad():
+        low, high = 1, _FAR  # positions with which the row is as it was, and is not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if same(near, ask(0, 1, 0, 1, middle)) else (low, middle)
+        limit = high
+        below = [2**i for i in range(1, limit.bit_length()) if 2**i < limit]
+        if limit < 4 or not all(same(near, ask(0, 1, 0, 1, p)) for p in below):
+            raise _refused(f"{full} gives a token other frequencies when others are in its row")
+        beyond = ask(0, 1, 0, 1, limit)
+        two_sided = all(same(beyond, ask(0, 1, 0, 1, p)) for p in (limit + 1, 2 * limit, 16 * limit, _FAR))
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if two_sided and (axis < 1 or _in_a_layer(model, parent)):
+        raise _refused(f"{full} chooses its frequencies by the longest position of a row, inside a layer")
+    return RowRule(name, module, layer_type, limit, two_sided, axis)
+
+
+def _refused(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{what}, so that packed documents would change each other. Choose another rope_type, or set "
+        "`distca.enabled` to false for this model"
+    )
+
+
+def _in_a_layer(model: nn.Module, parent: nn.Module) -> bool:
+    """Whether a module is one of several of its kind: what is recomputed."""
+    return sum(type(m) is type(parent) for m in model.modules()) > 1
+
+
+def _ask(module: nn.Module, layer_type: Any, positions: tuple[int, ...]) -> list[torch.Tensor]:
+    """What a fresh copy of a module returns for one row of positions."""
+    arguments: dict[str, Any] = {_POSITIONS: torch.tensor([positions])}
+    if "layer_type" in _parameters(module) and layer_type is not None:
+        arguments["layer_type"] = layer_type
+    first = next(iter(_parameters(module)))
+    if first != _POSITIONS:
+        arguments[first] = torch.zeros(1, len(positions), 1)
+    return _tensors(type(module).forward(_copy_on_host(module), **arguments))
+
+
+def _copy_on_host(module: nn.Module) -> nn.Module:
+    """A copy without hooks, which may lead to anything (an engine), and with state of its own on the host."""
+    twin = object.__new__(type(module))
+    for key, value in module.__dict__.items():
+        if key.endswith("_hooks") or key == "forward":
+            continue
+        if key == "_buffers":
+            value = {k: None if b is None else b.detach().to("cpu", copy=True) for k, b in value.items()}
+        elif key == "_modules":
+            value = {k: None if m is None else _copy_on_host(m) for k, m in value.items()}
+        elif torch.is_tensor(value):
+            value = value.detach().to("cpu", copy=True)
+        elif isinstance(value, dict):
+            value = dict(value)
+        twin.__dict__[key] = value
+    twin.__dict__.update({k: OrderedDict() for k in module.__dict__ if k.endswith("_hooks")})
+    return twin
+
+
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What a module's forward takes, beside itself."""
+    parameters = dict(inspect.signature(type(module).forward).parameters)
+    parameters.pop(next(iter(parameters), None), None)
+    return parameters
+
+
+def _layer_types(module: nn.Module) -> list[Any]:
+    """For which kinds of layers a module may be asked; [None]: it makes no difference between them."""
+    kinds = getattr(module, "rope_type", None)
+    return list(kinds) if isinstance(kinds, Mapping) and "layer_type" in _parameters(module) else [None]
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [output] if torch.is_tensor(output) else [t for t in output if torch.is_tensor(t)]
+
+
+def _map(output: Any, function: Any) -> Any:
+    """The output with each of :func:`_tensors` changed, in order."""
+    if torch.is_tensor(output):
+        return function(output)
+    return type(output)(function(t) if torch.is_tensor(t) else t for t in output)

@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``engine.distca`` of a PipelineEngine: plans the ticks of its batches and runs its schedules with them.
+
+Touches of the engine, all on the instance and all undone by :meth:`PipelineRuntime.detach`: ``_exec_schedule`` (reads
+and agrees on the batch first, and runs the same-phase schedule in the place of DeepSpeed's where the whole grid shares
+attention), ``_INSTRUCTION_MAP`` (forward and backward passes run with their plans; two instructions more, for ranks
+that serve) and, during a batch, ``_next_batch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule as ds
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
+
+from deepspeed_distca.attention_server.agreement import Agreement, agreement_group, fingerprint
+from deepspeed_distca.attention_server.exchange.base import exchange_group
+from deepspeed_distca.attention_server.exchange.choice import make_exchange
+from deepspeed_distca.attention_server.hello import Meeting
+from deepspeed_distca.attention_server.server import AttentionServer
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.statistics import StepStatistics
+from deepspeed_distca.attention_server.watch import Watch
+from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, PipelineConfig
+from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
+from deepspeed_distca.huggingface.attention_function import FIRST, NAME
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.monitor import events
+from deepspeed_distca.pipeline.batches import describe, from_message, merge, pipeline_batch, to_message
+from deepspeed_distca.pipeline.module import DecoderPipeline, check_attention
+from deepspeed_distca.pipeline.plans import MicroBatchAttention, Slots, TickPlanner
+from deepspeed_distca.pipeline.schedule import (
+    SamePhaseEvaluation,
+    SamePhaseSchedule,
+    ServeBackward,
+    ServeForward,
+    Tick,
+    passes,
+)
+from deepspeed_distca.plan_options import plan_options
+from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.profiles import Choice
+
+
+@dataclass(frozen=True)
+class PreparedPipeline:
+    """What a rank knows of its pipeline before it meets the others.
+
+    Attributes:
+        heads: of the model's attention.
+        choice: the cost model, on rank 0 alone.
+        same, own: what it says of itself: see :class:`~deepspeed_distca.attention_server.hello.Hello`.
+    """
+
+    topology: _Topology
+    slots: Slots
+    heads: Heads
+    dtype: torch.dtype
+    choice: Choice | None
+    same: dict[str, Any]
+    own: dict[str, Any]
+
+
+class PipelineRuntime:
+    """Attention over the stages and replicas of a pipeline.
+
+    Args:
+        engine: its module must be a :class:`DecoderPipeline`. Collective over all ranks.
+        config: the options in force.
+        prepared: see :meth:`prepare`.
+        meeting: of all ranks.
+
+    Attributes:
+        config: the options in force.
+        server: this rank's attention server.
+        detached: whether it is out of use.
+    """
+
+    def __init__(
+        self, engine: PipelineEngine, config: DistCAConfig, prepared: PreparedPipeline, meeting: Meeting
+    ) -> None:
+        self.config, self.detached = config, False
+        self._watch = Watch(meeting.name, config.timeout_seconds)
+        try:
+            with self._watch.phase("attach"):
+                self._set_up(engine, config, prepared, meeting)
+        except BaseException:
+            self._watch.close()
+            raise
+
+    @staticmethod
+    def prepare(engine: PipelineEngine, config: DistCAConfig, heads: Heads) -> PreparedPipeline:
+        """All that this rank can find out about its engine alone, before it meets the others.
+
+        Args:
+            heads: of the model's attention.
+
+        Raises:
+            DistCAConfigError: options or an engine that do not go together with the pipeline.
+            UnsupportedModelError: a model whose attention cannot be planned exactly.
+        """
+        _check_engine(engine)
+        module: DecoderPipeline = engine.module
+        check_attention(module.config)
+        if config.server_weights is not None:
+            raise DistCAConfigError(
+                f"`{BLOCK}.server_weights` cannot be combined with a PipelineModule, whose servers change from tick "
+                "to tick; remove it"
+            )
+        topology = _Topology(engine, (config.pipeline or PipelineConfig()).scope, config.servers)
+        try:
+            slots = Slots([module.stage_windows[s] for s in topology.stages])
+        except ValueError as error:
+            raise DistCAConfigError(
+                f'{error}. Choose `{BLOCK}.pipeline.scope` "stage", or another number of stages'
+            ) from None
+        dtype = _attention_dtype(engine)
+        same = {
+            "the class of the model": type(module.config).__name__,
+            "the windows of attention layers, by stage": module.stage_windows,
+            "the attention heads": asdict(heads),
+            "the data type of attention": str(dtype),
+            "the number of replicas": topology.all_replicas,
+        }
+        window = next((w for stage in module.stage_windows for w in stage), None)
+        choice = own_cost_model(config, heads, device=engine.device, dtype=dtype, window=window)
+        return PreparedPipeline(topology, slots, heads, dtype, choice, same, cost_to_say(choice))
+
+    def _set_up(
+        self, engine: PipelineEngine, config: DistCAConfig, prepared: PreparedPipeline, meeting: Meeting
+    ) -> None:
+        """Collective: makes the groups, and all that lives on them."""
+        module: DecoderPipeline = engine.module
+        self._engine, self._module, watch = engine, module, self._watch
+        self._scope = (config.pipeline or PipelineConfig()).scope
+        topology, slots, heads, dtype = prepared.topology, prepared.slots, prepared.heads, prepared.dtype
+        choice = said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
+        cost = choice.cost
+        options = plan_options(config, engine.device, module.config)
+        timeout = timedelta(seconds=config.timeout_seconds)
+        # First of all: what follows is said and done on groups with a time limit.
+        everyone = agreement_group([list(range(dist.get_world_size()))], timeout)
+        watch.cover(everyone)
+        self._exchange_group = exchange_group(topology.groups, engine.device, timeout)
+        if engine.device.type == "cuda":
+            # Sets the communicator up while all ranks are here: later calls may involve only some of them.
+            dist.barrier(self._exchange_group, device_ids=[engine.device.index])
+            watch.cover_device(self._exchange_group.abort)
+        else:
+            watch.cover(self._exchange_group)
+        everything = fingerprint(options, cost, module.stage_windows, dtype)
+        self._agreement = Agreement(everyone, 1, everything, watch)
+        agreeing = agreement_group(topology.groups, timeout)
+        watch.cover(agreeing)
+        servers = topology.place.size
+        self.server = AttentionServer(
+            agreement=Agreement(agreeing, servers, everything, watch),
+            exchange=make_exchange(
+                config.exchange or "nccl",  # peer copies were never tried beside the stages' own sends
+                self._exchange_group,
+                engine.device,
+                timeout=config.timeout_seconds,
+                staging_mib=config.staging_mib,
+                watch=watch,
+            ),
+            server=topology.server,
+            cost=cost,
+            options=options,
+            windows=module.stage_windows[engine.stage_id],
+            kernel=config.kernel,
+            local_first=config.overlap != "none",
+            check_plan=config.check_plan,
+            accumulation_steps=engine.gradient_accumulation_steps,
+            ranks=topology.all_replicas,
+            step=lambda: engine.global_steps,
+            watch=watch,
+        )
+        self._topology = topology
+        self._layers = len(module.stage_windows[engine.stage_id])
+        self._planner = TickPlanner(
+            self.server,
+            slots,
+            topology.place,
+            topology.stages.index(engine.stage_id),
+            self._layers,
+            heads=heads,
+            dtype=dtype,
+            scale=module.attention_scale,
+            device=engine.device,
+        )
+        self._weight_loss = config.token_weighted_loss and hasattr(module.loss_fn, "divisor")
+        if config.token_weighted_loss and not self._weight_loss:
+            logger.warning(
+                "distca: the module's loss_fn has no attribute `divisor`, so the loss is not weighted over the batch"
+            )
+        self._ticks: list[Tick] = []
+        self._layouts: list[Layout] = []
+        self._at = 0
+        self._parts: list[ServerPlan | None] = []
+        self._open: dict[int, MicroBatchAttention] = {}
+        self._training = False
+        self._install()
+        if dist.get_rank() == 0:
+            # Printed, not logged: DeepSpeed's logger shows warnings only.
+            print(
+                f"distca: {sum(map(len, module.stage_windows))} attention layers in {engine.num_stages} stages, "
+                f"{servers} attention servers in {len(topology.groups)} group(s) (scope {self._scope}); kernel "
+                f"{config.kernel or 'automatic'}, overlap {'local_first' if config.overlap != 'none' else 'none'}, "
+                f"cost model {choice.source}, tolerance {config.tolerance:g}",
+                flush=True,
+            )
+
+    @property
+    def stats(self) -> StepStatistics:
+        """Statistics of the last training step; reading the kernels' time on a GPU waits for them."""
+        return self.server.stats
+
+    def detach(self) -> None:
+        """Gives the engine its own methods back; ``engine.distca`` stays, out of use, until the plugin is attached
+        anew. To be called on all ranks."""
+        self.detached = True
+        self._watch.close()
+        for name in ("_exec_schedule", "_INSTRUCTION_MAP", "_next_batch"):
+            self._engine.__dict__.pop(name, None)
+
+    def _install(self) -> None:
+        engine = self._engine
+        own = dict(engine._INSTRUCTION_MAP)
+        self._exec_schedule, self._forward_pass, self._backward_pass = (
+            engine._exec_schedule,
+            own[ds.ForwardPass],
+            own[ds.BackwardPass],
+        )
+        engine._exec_schedule = self._run
+        engine._INSTRUCTION_MAP = {
+            **own,
+            ds.ForwardPass: lambda _, buffer_id: self._forward(buffer_id),
+            ds.BackwardPass: lambda _, buffer_id: self._backward(buffer_id),
+            ServeForward: lambda _: self._serve_forward(),
+            ServeBackward: lambda _: self._serve_backward(),
+        }
+
+    # -- a batch
+
+    def _run(self, schedule: ds.PipeSchedule) -> None:
+        """In the place of the engine's ``_exec_schedule``."""
+        if isinstance(schedule, ds.TrainSchedule):
+            ours = SamePhaseSchedule
+        elif isinstance(schedule, ds.InferenceSchedule):
+            ours = SamePhaseEvaluation
+        else:
+            raise DistCAConfigError(
+                f"the `{BLOCK}` block does not know the schedule {type(schedule).__name__}; supported are DeepSpeed's "
+                "TrainSchedule and InferenceSchedule"
+            )
+        self._training = ours is SamePhaseSchedule
+        if self._scope == "grid":
+            schedule = ours(schedule.micro_batches, schedule.stages, schedule.stage_id)
+            self._ticks = schedule.ticks()
+        else:
+            self._ticks = passes(schedule)
+        try:
+            self._watch.begin()
+            try:
+                self._begin(schedule.micro_batches)
+            finally:
+                self._watch.given_up()
+            with self._watch.phase("the pipeline's schedule"):
+                self._exec_schedule(schedule)
+        finally:
+            self._engine.__dict__.pop("_next_batch", None)
+            self._open.clear()
+            self._parts = []
+            if self._weight_loss:
+                self._module.loss_fn.divisor = None
+        engine = self._engine
+        if self._training and engine.global_rank == 0 and engine.monitor.enabled:
+            engine.monitor.write_events(events(self.server.planned, engine.global_samples))
+
+    def _begin(self, micro_batches: int) -> None:
+        """Reads the batch where it is loaded, tells every rank what is in it, and plans the first tick."""
+        batches: list[Any] = []
+        given: np.ndarray | Exception = np.zeros(0, dtype=np.int64)
+        if self._engine.is_first_stage() or self._engine.is_last_stage():
+            try:
+                described = []
+                for index in range(micro_batches):
+                    batch, description = self._read(index, micro_batches)
+                    batches.append(batch)
+                    described.append(description)
+                given = to_message(described)
+            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+                given = error
+        messages = self._agreement.gather_values(given)
+        targets = self._understand(messages, micro_batches)
+        if self._weight_loss:
+            # The engine averages over micro-batches and replicas.
+            self._module.loss_fn.divisor = targets / (micro_batches * self._topology.all_replicas) or 1.0
+        loaded = iter(batches)
+        self._engine._next_batch = lambda: next(loaded)
+        self._at = 0
+        self._plan()
+
+    def _read(self, index: int, micro_batches: int) -> tuple[Any, Any]:
+        iterator = self._engine.data_iterator
+        if iterator is None:
+            raise DistCAConfigError("no data: give train_batch or eval_batch an iterator on the first and last stage")
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            raise StopIteration(f"the data ended after {index} of the batch's {micro_batches} micro-batches") from None
+        given = batch if self._engine.batch_fn is None else self._engine.batch_fn(batch)
+        place = self._topology.replica, self._topology.replicas
+        description = describe(batch if isinstance(batch, Mapping) else given, place)
+        return pipeline_batch(given), description
+
+    def _understand(self, messages: list[np.ndarray], micro_batches: int) -> int:
+        """Layouts of the micro-batches over this rank's servers, and the targets of the batch over all replicas. Every
+        rank looks at everything, so that all of them find the same faults."""
+        t = self._topology
+        first, last = ([messages[t.rank(s, d)] for d in range(t.all_replicas)] for s in (0, t.all_stages - 1))
+        for replica, (a, b) in enumerate(zip(first, last, strict=True)):
+            if not np.array_equal(a, b):
+                raise DistCAConfigError(
+                    f"the first and the last stage of replica {replica} loaded different micro-batches; their loaders "
+                    "must yield the same ones in the same order, divided by data-parallel rank, not by global rank"
+                )
+        replicas = [from_message(message) for message in first]
+        groups = {
+            start: [merge([replicas[d][m] for d in range(start, start + t.replicas)]) for m in range(micro_batches)]
+            for start in range(0, t.all_replicas, t.replicas)
+        }
+        self._layouts = groups[t.first_replica]
+        return sum(m.targets for replica in replicas for m in replica)
+
+    def _plan(self) -> None:
+        self._parts = self._planner.plan(self._ticks[self._at], self._layouts, note=self._training)
+
+    def _next(self) -> None:
+        """After a tick: plans the one that follows, on a GPU while the device is still at work on this one."""
+        self._at += 1
+        if self._at < len(self._ticks):
+            self._plan()
+
+    # -- instructions
+
+    def _micro_batch(self) -> int:
+        tick = self._ticks[self._at]
+        return tick.micro_batches[self._topology.stages.index(self._engine.stage_id)]
+
+    def _forward(self, buffer_id: int) -> None:
+        attention = self._planner.open(self._parts, keep=self._training)
+        if self._training:
+            self._open[self._micro_batch()] = attention
+        with self._with_plans(attention):
+            self._forward_pass(self._engine, buffer_id)
+        self._planner.serve_forward(self._parts, self._layers)
+        self._next()
+
+    def _backward(self, buffer_id: int) -> None:
+        attention = self._open.pop(self._micro_batch())
+        for later, part in zip(attention.backward, self._parts, strict=True):
+            later.part = part
+        self._planner.serve_backward(self._parts, self._layers)
+        with self._with_plans(attention):
+            self._backward_pass(self._engine, buffer_id)
+        self._next()
+
+    def _serve_forward(self) -> None:
+        self._planner.serve_forward(self._parts, 0)
+        self._next()
+
+    def _serve_backward(self) -> None:
+        self._planner.serve_backward(self._parts, 0)
+        self._next()
+
+    @contextmanager
+    def _with_plans(self, attention: MicroBatchAttention) -> Iterator[None]:
+        """Layers that run in here, for the first time or in recomputation, follow these plans."""
+        context, config = self._module.context, self._module.config
+        ordinary = config._attn_implementation
+        context.plans, config._attn_implementation = attention.layers, NAME
+        try:
+            yield
+        finally:
+            context.plans = None
+            config._attn_implementation = "sdpa" if ordinary in (NAME, FIRST) else ordinary
+
+
+class _Topology:
+    """Which ranks share attention.
+
+    Attributes:
+        all_stages, all_replicas: of the whole job.
+        stages: the stages that share; replicas: how many replicas of them; first_replica: the first of this rank's.
+        replica: this rank's place among these replicas.
+        groups: global ranks of every group of servers.
+        place: int64 [stages, replicas], the number of each rank of this rank's group; server: this rank's own.
+    """
+
+    def __init__(self, engine: PipelineEngine, scope: str, servers: int | None) -> None:
+        self._grid = engine.grid
+        self.all_stages, self.all_replicas = engine.num_stages, engine.grid.data_parallel_size
+        stages = self.all_stages if scope == "grid" else 1
+        servers = servers or stages * self.all_replicas
+        if servers % stages or self.all_replicas % (servers // stages):
+            raise DistCAConfigError(
+                f"`{BLOCK}.servers` was given {servers}; with scope {scope!r} allowed: {stages} (stages) times a "
+                f"divisor of the {self.all_replicas} replicas"
+            )
+        self.replicas = servers // stages
+        self.stages = list(range(self.all_stages)) if scope == "grid" else [engine.stage_id]
+        mine = engine.grid.get_data_parallel_rank()
+        self.first_replica, self.replica = mine // self.replicas * self.replicas, mine % self.replicas
+        starts = range(0, self.all_replicas, self.replicas)
+        sets = [list(range(self.all_stages))] if scope == "grid" else [[s] for s in range(self.all_stages)]
+        self.groups = [sorted(self._members(some, start).ravel().tolist()) for some in sets for start in starts]
+        members = self._members(self.stages, self.first_replica)
+        # Process groups number their ranks in the order of global ranks.
+        self.place = np.searchsorted(np.sort(members.ravel()), members)
+        self.server = int(self.place[self.stages.index(engine.stage_id), self.replica])
+
+    def rank(self, stage: int, replica: int) -> int:
+        """The global rank."""
+        return self._grid.stage_to_global(stage_id=stage, data=replica)
+
+    def _members(self, stages: list[int], start: int) -> np.ndarray:
+        return np.array([[self.rank(s, start + d) for d in range(self.replicas)] for s in stages])
+
+
+def _attention_dtype(engine: PipelineEngine) -> torch.dtype:
+    if engine.torch_autocast_enabled():
+        return engine.torch_autocast_dtype()
+    return next(engine.module.parameters()).dtype
+
+
+def _check_engine(engine: PipelineEngine) -> None:
+    if not isinstance(engine.module, DecoderPipeline):
+        raise DistCAConfigError(
+            f"the `{BLOCK}` block works with a pipeline of a HuggingFace decoder; build the module with "
+            f"deepspeed_distca.pipeline.DecoderPipeline (given: {type(engine.module).__name__})"
+        )
+    if engine.grid.model_parallel_size > 1:
+        raise DistCAConfigError(f"the `{BLOCK}` block cannot be combined with tensor parallelism in a pipeline")
+    if not isinstance(engine._exec_schedule, MethodType):
+        raise DistCAConfigError("the engine's _exec_schedule was replaced by something else")

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ``distca`` block says about planning, with the defaults of the device and the size of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed_distca.attention_server.server import PlanOptions
+from deepspeed_distca.config import DistCAConfig
+
+#: Share of a layer's predicted time that moving rows costs on GPUs, whatever is moved (docs/design.md, "When rows
+#: move").
+MIN_GAIN = 0.04
+
+
+def plan_options(
+    config: DistCAConfig, device: torch.device, model: Any, weights: tuple[int, ...] | None = None
+) -> PlanOptions:
+    """Options of planning, the same on every rank but for the weights.
+
+    Args:
+        model: the decoder's HuggingFace configuration.
+        weights: of this rank's servers.
+    """
+    min_gain = config.min_gain
+    if min_gain is None:
+        min_gain = MIN_GAIN if device.type == "cuda" else 0.0
+    return PlanOptions(
+        config.tolerance,
+        config.granularity,
+        config.min_shard_tokens,
+        config.max_received_rows,
+        weights,
+        min_gain,
+        linear_flops(model),
+    )
+
+
+def linear_flops(model: Any) -> int:
+    """Floating-point operations of a decoder layer's linear work in forward, for a token: projections of attention,
+    and a gated feed-forward part, of which a token goes through the experts that it is given to. An estimate from the
+    configuration's sizes; weights may be elsewhere (ZeRO-3)."""
+    model = of_first_layer(model)
+    hidden, query = model.hidden_size, model.num_attention_heads
+    head_dim = getattr(model, "head_dim", None) or hidden // query
+    key_value = getattr(model, "num_key_value_heads", None) or query
+    experts = getattr(model, "num_experts_per_tok", None)
+    wide = getattr(model, "intermediate_size", None) or 4 * hidden
+    if isinstance(wide, list | tuple):  # one for each layer
+        wide = sum(wide) // len(wide)
+    if experts:
+        wide = experts * (getattr(model, "moe_intermediate_size", None) or wide)
+    return 2 * hidden * (2 * (query + key_value) * head_dim + 3 * wide)
+
+
+def of_first_layer(model: Any) -> Any:
+    """A configuration's sizes; of the first layer, where layers have different ones (Gemma 4)."""
+    return model.per_layer_config[0] if getattr(model, "is_heterogeneous", False) else model

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How models of several kinds read their arguments, as found by running them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
+    MBartConfig,
+    MBartForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
+
+from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
+from deepspeed_distca.huggingface.contract import Contract, find_contract
+from deepspeed_distca.huggingface.decoders import attention_modules
+from tests.distributed.harness import run_ranks
+from tests.huggingface.faulty_models import SIZES, llama
+from tests.huggingface.test_row_rope import LIMIT, dynamic, longrope
+
+CAUSAL = Contract()
+BERT = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=130,
+    is_decoder=True,
+    attention_probs_dropout_prob=0.0,
+)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=97, n_layer=2, n_head=4, n_embd=32, attn_pdrop=0.0))
+
+
+def opt() -> PreTrainedModel:
+    sizes = dict(hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4)
+    return OPTForCausalLM(OPTConfig(vocab_size=97, max_position_embeddings=128, **sizes))
+
+
+def mbart() -> PreTrainedModel:
+    sizes = dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48)
+    return MBartForCausalLM(
+        MBartConfig(
+            vocab_size=97,
+            max_position_embeddings=128,
+            is_encoder_decoder=False,
+            is_decoder=True,
+            attention_dropout=0.0,
+            **sizes,
+        )
+    )
+
+
+class Unaware(LlamaForCausalLM):
+    """A loss of its own, which knows of labels alone."""
+
+    reduction = "mean"
+
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, shift_labels=None, **rest):
+        output = super().forward(input_ids=input_ids, **rest)
+        if labels is not None:
+            logits = output.logits[:, :-1].transpose(1, 2).float()
+            output.loss = functional.cross_entropy(logits, labels[:, 1:], reduction=self.reduction)
+        return output
+
+
+class Summing(Unaware):
+    reduction = "sum"
+
+
+class Fused(LlamaForCausalLM):
+    """Computes its loss without scores, as fused kernels do."""
+
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, shift_labels=None, **rest):
+        if labels is None:
+            return super().forward(input_ids=input_ids, **rest)
+        states = self.model(input_ids=input_ids, **rest).last_hidden_state
+        loss = self.loss_function(
+            functional.linear(states, self.lm_head.weight),
+            labels,
+            97,
+            num_items_in_batch=num_items_in_batch,
+            shift_labels=shift_labels,
+        )
+        return (loss,)
+
+
+class NoPlaces(LlamaForCausalLM):
+    """Takes no position ids and needs none: nothing depends on places."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        inner = self.model.rotary_emb
+        self.model.rotary_emb = Nowhere(inner)
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        labels=None,
+        use_cache=None,
+        distca_plan=None,
+        distca_witness=None,
+    ):
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            labels=labels,
+            use_cache=use_cache,
+            distca_plan=distca_plan,
+            distca_witness=distca_witness,
+        )
+
+
+class Nowhere(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, position_ids):
+        return self.inner(x, position_ids * 0)
+
+
+KINDS: dict[str, tuple] = {
+    "Llama": (llama, CAUSAL),
+    "a short row": (lambda: llama(max_position_embeddings=12), CAUSAL),
+    "GPT-2 with dropout": (gpt2, CAUSAL),
+    "OPT": (opt, CAUSAL),
+    "BERT": (lambda: BertLMHeadModel(BertConfig(**BERT)), CAUSAL),
+    "Mixtral, router loss": (
+        lambda: MixtralForCausalLM(
+            MixtralConfig(**SIZES, **EXPERTS, output_router_logits=True, router_aux_loss_coef=0.5)
+        ),
+        CAUSAL,
+    ),
+    "gpt-oss": (lambda: GptOssForCausalLM(GptOssConfig(**SIZES, **EXPERTS, head_dim=8)), CAUSAL),
+    "longrope": (longrope, CAUSAL),
+    "dynamic RoPE": (lambda: dynamic(64), Contract(longest_document=64)),
+    "a fused loss": (lambda: llama(Fused), CAUSAL),
+    "classes of tokens": (
+        lambda: llama(LlamaForTokenClassification, num_labels=5),
+        Contract("same", False, "mean"),
+    ),
+    "two classes of tokens": (
+        lambda: llama(LlamaForTokenClassification, num_labels=2),
+        Contract("same", False, "mean"),
+    ),
+    "a class of a row": (
+        lambda: llama(LlamaForSequenceClassification, num_labels=5, pad_token_id=None),
+        Contract(None, False, None, whole_rows=True),
+    ),
+    "a number for a row": (
+        lambda: llama(LlamaForSequenceClassification, num_labels=1),
+        Contract(None, False, None, whole_rows=True),
+    ),
+    "no labels": (lambda: llama(LlamaForQuestionAnswering), Contract(None, False, None)),
+    "no head": (lambda: llama(LlamaModel), Contract(None, False, None)),
+    "a mean of its own": (lambda: llama(Unaware), Contract("next", False, "mean")),
+    "a sum of its own": (lambda: llama(Summing), Contract("next", False, None)),
+    "no places": (lambda: llama(NoPlaces), Contract("next", False, "mean", takes_positions=False)),
+}
+
+
+def contract_of(model: PreTrainedModel, probe: bool = True) -> Contract:
+    return find_contract(model, model, attention_modules(model), device=torch.device("cpu"), probe=probe)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_found_by_running_it(kind):
+    build, expected = KINDS[kind]
+    torch.manual_seed(0)
+    model = build()
+    settings = model.config.to_dict()
+    assert contract_of(model) == expected
+    assert contract_of(model.bfloat16()) == expected
+    assert model.config.to_dict() == settings
+
+
+REFUSED = {
+    "MBart": (mbart, "position_ids"),
+    "RoBERTa": (lambda: RobertaForCausalLM(RobertaConfig(**BERT)), "position_ids"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_positions_that_cannot_be_given_are_refused(kind):
+    build, says = REFUSED[kind]
+    model = build()
+    with pytest.raises(UnsupportedModelError, match=says) as error:
+        contract_of(model)
+    assert type(model).__name__ in str(error.value) and model.config.model_type in str(error.value)
+
+
+def test_without_the_probe_only_rotary_embeddings_are_asked():
+    assert contract_of(llama(LlamaForTokenClassification), probe=False) == Contract()
+    assert contract_of(longrope(), probe=False) == Contract()
+    assert contract_of(dynamic(64), probe=False) == Contract(longest_document=64)
+    assert LIMIT == 16
+
+
+def test_partitioned_parameters_and_the_training_after_it():
+    """Ranks of ZeRO-3 find the same, and train on as if nothing had been."""
+    ranks = run_ranks("tests.huggingface.probe_worker:run", 2)
+    for found in ranks:
+        assert found["contract"] == ["next", True, "num_items_in_batch", True, False, None]
+        assert found["refused"] == ranks[0]["refused"] and "passes between tokens" in found["refused"]
+        assert found["partitioned"]
+        assert found["probed"] == found["plain"] and len(set(found["plain"])) == len(found["plain"])

@@ -64,9 +64,7 @@ class DistCAConfig(DeepSpeedConfigModel):
     overlap: Literal["none", "local_first", "ping_pong"] | None = None
     """ When rows travel: "none" waits for every exchange, "local_first" hides them under the tasks that stay at home,
     "ping_pong" runs a micro-batch as two nano-batches and hides one's under the other's layers as well. Left out:
-    "local_first", but "ping_pong" for micro-batches of which that would leave more exposed than two nano-batches cost,
-    as predicted from the plan and the cost model's link (`ds_distca profile`); never with ZeRO-3, pipelines or
-    `servers`, on CPUs without `cost_model`, or where halves of a micro-batch could not run exactly as it does. """
+    "local_first". """
 
     exchange: Literal["nccl", "peer_copy"] | None = None
     """ How rows travel between GPUs: "nccl", sends and receives over a process group; "peer_copy", copy engines and
@@ -87,12 +85,10 @@ class DistCAConfig(DeepSpeedConfigModel):
     """ Ranks that share their attention work: consecutive data-parallel ranks, a divisor of their number.
     Left out: all of them. """
 
-    server_weights: list[int] | Literal["measured"] | None = None
+    server_weights: list[int] | None = None
     """ Relative speeds of the data-parallel ranks' devices, a whole number of 0 to 1000000 for each: attention is
     spread so that a layer's linear work and attention are predicted to end at the same time on all of them. A rank of
-    weight 0 computes none. "measured": the speeds are measured when the engine is
-    built (about 3 s on GPUs), and a line says which list gives the same plans again; measured anew they may differ a
-    little, and then runs are not the same bit by bit. Left out: attention is spread equally. """
+    weight 0 computes none. Left out: attention is spread equally. """
 
     max_received_rows: int | None = Field(None, ge=1)
     """ The most query and key/value rows that a server may receive for a micro-batch: a cap on memory which may cost
@@ -159,7 +155,7 @@ def get_distca_config(param_dict: Mapping[str, Any]) -> DistCAConfig | None:
 def _explain(item: Any, block: Mapping[str, Any]) -> str:
     if item["loc"][0] == "server_weights":
         given = block["server_weights"]
-        return f"`{BLOCK}.server_weights` was given {given!r}; allowed: a list of whole numbers, or 'measured'"
+        return f"`{BLOCK}.server_weights` was given {given!r}; allowed: a list of whole numbers"
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         options = ", ".join((PipelineConfig if item["loc"][0] == "pipeline" else DistCAConfig).model_fields)

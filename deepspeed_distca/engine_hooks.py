@@ -52,17 +52,14 @@ from deepspeed_distca.huggingface.adapter import (
     find_decoder,
 )
 from deepspeed_distca.huggingface.contract import find_contract
-from deepspeed_distca.huggingface.optional_ping_pong import OptionalPingPong
 from deepspeed_distca.huggingface.ping_pong import PingPong
-from deepspeed_distca.huggingface.row_rope import row_rules
 from deepspeed_distca.huggingface.twice_called import TwiceCalled
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.monitor import StepMonitor
 from deepspeed_distca.pipeline.runtime import PipelineRuntime, PreparedPipeline
-from deepspeed_distca.plan_options import of_first_layer, plan_options
+from deepspeed_distca.plan_options import of_first_layer, plan_options, weights_of_servers
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Choice
-from deepspeed_distca.server_weights import agreed_weights, weights_of_servers
 
 _ORIGINAL = "_distca_original"
 #: Seconds that a rank without a block waits for the others, which may have one.
@@ -228,7 +225,6 @@ class Runtime:
 
     Attributes:
         config: the options in force.
-        server_weights: of the data-parallel ranks, as given or as measured; None where none were asked for.
         server: this rank's attention server.
         detached: whether it is out of use.
         place: its number among the servers that share attention, and how many these are.
@@ -295,12 +291,11 @@ class Runtime:
         everyone = agreement_group([list(range(dist.get_world_size()))], timeout)
         watch.cover(everyone)
         self._everyone = Agreement(everyone, 1, 0, watch)
-        self.server_weights = agreed_weights(config, engine.device, rank_groups, servers, everyone)
-        weights = weights_of_servers(self.server_weights, len(mine), servers, mine.index(dist.get_rank()))
+        weights = weights_of_servers(config.server_weights, len(mine), servers, mine.index(dist.get_rank()))
         options = plan_options(config, engine.device, decoder.config.get_text_config(), weights)
-        nano_batches = _nano_batches(config, engine, decoder, servers, len(mine))
+        nano_batches = _nano_batches(config, servers, len(mine))
         # The block is the same on all ranks; this is what else plans depend on, but for the weights of their servers.
-        common = fingerprint(replace(options, server_weights=None), self.server_weights, cost, windows, nano_batches)
+        common = fingerprint(replace(options, server_weights=None), config.server_weights, cost, windows, nano_batches)
         exchanging = exchange_group(server_groups, engine.device, timeout)
         agreeing = everyone if len(rank_groups) == 1 else agreement_group(rank_groups, timeout)
         self._groups = [everyone, exchanging, agreeing]
@@ -367,20 +362,16 @@ class Runtime:
             self._follow(name, phase)
         # An engine that is dropped takes its watch along.
         weakref.finalize(engine, self._watch.close).atexit = False
-        self._ping_pong: PingPong | OptionalPingPong | None = None
-        if config.overlap == "ping_pong":
-            self._ping_pong = PingPong(decoder, modules)
-        elif nano_batches == "exposed":
-            self._ping_pong = OptionalPingPong(decoder, modules, engine.module)
+        self._ping_pong = PingPong(decoder, modules) if config.overlap == "ping_pong" else None
         self._twice_called = None
-        if isinstance(self._ping_pong, PingPong) and engine.zero_optimization_stage() == 3:
+        if self._ping_pong is not None and engine.zero_optimization_stage() == 3:
             self._twice_called = TwiceCalled(engine.module, self._ping_pong)
         self._monitor = StepMonitor(engine, lambda: self.server.planned, dist.get_rank())
         if dist.get_rank() == 0:
             # Printed, not logged: DeepSpeed's logger shows warnings only, and without this line a run that ignores the
             # block looks like one that honours it.
             kernel = _kernel_in_words(engine, config, heads, windows)
-            overlap = "local_first or ping_pong" if nano_batches == "exposed" else config.overlap or "local_first"
+            overlap = config.overlap or "local_first"
             print(
                 f"distca: {len(modules)} attention layers of {type(decoder).__name__}{_describe_windows(windows)} "
                 f"over {servers} attention servers in {len(server_groups)} group(s); kernel {kernel}, overlap "
@@ -399,10 +390,8 @@ class Runtime:
         self._watch.begin()
         given = description
         if isinstance(description, Description):
-            optional = isinstance(self._ping_pong, OptionalPingPong)
-            in_two = optional and self._ping_pong.ready(self.server.favoured_two)
             given = MicroBatch(
-                description.layout, description.targets, description.step_targets, in_two, description.tokens_digest
+                description.layout, description.targets, description.step_targets, description.tokens_digest
             )
         pending = PendingPlan(self.server.gather(given), self.server.plan, device)
         if isinstance(given, Exception):
@@ -462,26 +451,12 @@ def _forget_trace(engine: DeepSpeedEngine) -> None:
         coordinator._invalidate_trace()
 
 
-def _nano_batches(
-    config: DistCAConfig, engine: DeepSpeedEngine, decoder: PreTrainedModel, servers: int, ranks: int
-) -> NanoBatches:
+def _nano_batches(config: DistCAConfig, servers: int, ranks: int) -> NanoBatches:
     """Which micro-batches run as two nano-batches. Ranks must go through a model's modules in the same order, for
     ZeRO-3's sake and tensor parallelism's, so groups of servers do not decide each for itself."""
-    if servers == 1 or config.overlap in ("none", "local_first"):
+    if servers == 1 or config.overlap != "ping_pong":
         return "never"
-    if config.overlap == "ping_pong":
-        return "moved" if servers == ranks else "always"
-    possible = (
-        servers == dist.get_world_size()
-        # Its bookkeeping would need hooks on every module (``TwiceCalled``).
-        and engine.zero_optimization_stage() < 3
-        # DeepSpeed's own experts have room for so many tokens of a call.
-        and not engine.has_moe_layers
-        and not row_rules(decoder)
-        # Without GPUs the cost model is another device's, unless one was named.
-        and (engine.device.type == "cuda" or config.cost_model is not None)
-    )
-    return "exposed" if possible else "never"
+    return "moved" if servers == ranks else "always"
 
 
 def _describe_windows(windows: list[int | None]) -> str:

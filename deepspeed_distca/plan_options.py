@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from deepspeed_distca.attention_server.server import PlanOptions
-from deepspeed_distca.config import DistCAConfig
+from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
+from deepspeed_distca.scheduler.shares import MAX_WEIGHT
 
 #: Share of a layer's predicted time that moving rows costs on GPUs, whatever is moved (docs/design.md, "When rows
 #: move").
@@ -36,6 +38,29 @@ def plan_options(
         min_gain,
         linear_flops(model),
     )
+
+
+def weights_of_servers(given: Sequence[int] | None, ranks: int, servers: int, rank: int) -> tuple[int, ...] | None:
+    """The weights of the servers of a rank's group; None where there are none, or a single server.
+
+    Args:
+        given: for each data-parallel rank.
+        ranks: how many of them there are.
+        servers: how many of them share their work, a divisor of their number.
+        rank: this one's place among them.
+
+    Raises:
+        DistCAConfigError: weights of a wrong number or out of range, or all 0 in some group.
+    """
+    if given is None:
+        return None
+    groups = [given[i : i + servers] for i in range(0, len(given), servers)]
+    if len(given) != ranks or not all(0 <= w <= MAX_WEIGHT for w in given) or not all(any(group) for group in groups):
+        raise DistCAConfigError(
+            f"`{BLOCK}.server_weights` was given {given}; allowed: one whole number of 0 to {MAX_WEIGHT} for each of "
+            f"the {ranks} data-parallel ranks, not all 0 among the {servers} ranks that share their work"
+        )
+    return tuple(groups[rank // servers]) if servers > 1 else None
 
 
 def linear_flops(model: Any) -> int:

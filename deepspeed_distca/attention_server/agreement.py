@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Integers of a message: its kind, what it says of itself, and then what has room.
 _SIZE = 512
-_HEADER = 11
+_HEADER = 10
 # Lengths that fit into the first message; more documents on some rank cost more messages.
 _INLINE = _SIZE - _HEADER
 _ERROR_BYTES = 8 * (_SIZE - 1)
@@ -75,14 +75,12 @@ class MicroBatch:
         layout: of this rank alone (whole documents), or of all servers of its group, the same on all of them.
         targets: target tokens on this rank in this micro-batch.
         step_targets: the same over the whole accumulation step, where known.
-        in_two: whether this rank could run it as two nano-batches.
         tokens_digest: 63 bits of its tokens, by which ranks find that all of them have the same; 0: not known.
     """
 
     layout: Layout
     targets: int
     step_targets: int | None = None
-    in_two: bool = False
     tokens_digest: int = 0
 
     def problem(self) -> str:
@@ -102,13 +100,11 @@ class GlobalMicroBatch:
         layout: of the servers of this rank's group.
         targets: target tokens of the micro-batch over all ranks.
         step_targets: the same over the accumulation step, where every rank knew it.
-        in_two: whether every rank could run it as two nano-batches.
     """
 
     layout: Layout
     targets: int
     step_targets: int | None
-    in_two: bool
 
 
 class Agreement:
@@ -161,7 +157,7 @@ class Agreement:
             message[2:7] = layout.num_ranks, len(lengths), micro_batch.targets, step, self._fingerprint
             if shared and self._servers > 1:
                 message[7] = fingerprint(layout.segments)
-            message[8], message[10] = micro_batch.in_two, micro_batch.tokens_digest
+            message[8] = micro_batch.tokens_digest
             message[_HEADER : _HEADER + len(lengths)] = lengths[:_INLINE]
         arrived = self._start(message)
 
@@ -207,10 +203,10 @@ class Agreement:
             layout = micro_batch.layout
         else:
             layout = Layout.from_lengths([row.tolist() for row in self._rows(gathered, lengths)[group]])
-        self._compare_tokens(gathered[:, 10])
+        self._compare_tokens(gathered[:, 8])
         targets, steps = (gathered[:, column].tolist() for column in (4, 5))
         step_targets = None if min(steps) < 0 else sum(steps)
-        return GlobalMicroBatch(layout, sum(targets), step_targets, bool(gathered[:, 8].all()))
+        return GlobalMicroBatch(layout, sum(targets), step_targets)
 
     def _compare_tokens(self, digests: np.ndarray) -> None:
         if self._compared or self._world == 1 or not digests[0] or (digests != digests[0]).any():

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,22 +14,13 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel
 from deepspeed_distca.scheduler.digest import digest
-from deepspeed_distca.scheduler.phase_time import exposed_seconds, phase_seconds
+from deepspeed_distca.scheduler.phase_time import phase_seconds
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.speeds import finishing_weights
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks
 
 #: A layer's linear work in a phase, in forwards of it: backward has gradients of inputs and of weights.
 LINEAR_WORK = {"forward": 1, "backward": 2}
-
-#: Exposed time from which on two nano-batches are faster: a share of the predicted time of linear layers, and seconds
-#: of each layer. Measured in steps of one document of 64K against sixteen of 4K on two H200s over NCCL, whose linear
-#: layers take 494 ms by the shipped cost model (README, "Measured"). Over NVLink two nano-batches took 32 ms more with
-#: 8 ms less exposed, over a slow link 52 ms less with 95 of 125 ms less exposed. So they cost 40 to 43 ms and cover
-#: three quarters of what is exposed: they are faster where more than 55 ms are. What of it does not shrink with the
-#: work, a second launch of every kernel, was not measured apart; it is put at 1 ms of a layer's forward and backward.
-NANO_COST = 0.1
-NANO_SECONDS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,6 @@ class PlannedPhase:
         sent: bytes that each rank sends in all the layers, int64 [num_ranks].
         largest: bytes from each rank to each in one layer, out or back, whichever is more, int64 [sender, receiver].
         digest: of the tasks.
-        exposed: predicted seconds of all the layers in which transfers are not covered by tasks; 0 if not asked for.
         weights: by which attention was to be spread over the servers; None is equal parts.
     """
 
@@ -71,7 +60,6 @@ class PlannedPhase:
     sent: np.ndarray
     largest: np.ndarray
     digest: int
-    exposed: float
     weights: tuple[int, ...] | None = None
 
 
@@ -111,24 +99,18 @@ class PhasePlanner:
         self._server, self._cost, self._options, self._early = server, cost, options, early
         self._last: _AtHome | None = None
 
-    def plan(
-        self, layout: Layout, window: int | None, phase: str, layers: int, *, weigh: bool = False
-    ) -> PlannedPhase:
-        """The plan of a phase, "forward" or "backward", of so many layers with one window.
-
-        Args:
-            weigh: whether exposed seconds are wanted.
-        """
+    def plan(self, layout: Layout, window: int | None, phase: str, layers: int) -> PlannedPhase:
+        """The plan of a phase, "forward" or "backward", of so many layers with one window."""
         at_home = self._at_home(layout, window)
         home = self._home(at_home, phase)
         weights = self._weights(layout, phase, home.loads)
-        tasks, compiler, exposed = self._tasks(at_home, phase, home, weights, weigh)
+        tasks, compiler = self._tasks(at_home, phase, home, weights)
         part = at_home.part if tasks is home else ServerPlan(compiler.rank(self._server))
         out, back = compiler.bytes_between(self._cost.heads, phase)
         sent = layers * (out + back).sum(axis=1)
         value = digest(layout, tasks, phase=phase, window=window).value
         largest = np.maximum(out, back)
-        return PlannedPhase(phase, window, layers, tasks, part, sent, largest, value, layers * exposed, weights)
+        return PlannedPhase(phase, window, layers, tasks, part, sent, largest, value, weights)
 
     def _at_home(self, layout: Layout, window: int | None) -> _AtHome:
         """Kept from one phase to the next."""
@@ -138,17 +120,16 @@ class PhasePlanner:
         return last
 
     def _tasks(
-        self, at_home: _AtHome, phase: str, home: Tasks, weights: tuple[int, ...] | None, weigh: bool
-    ) -> tuple[Tasks, PlanCompiler, float]:
-        """The tasks, compiled, and by how many seconds of a layer transfers are exposed. Those of `home` are that very
-        object."""
+        self, at_home: _AtHome, phase: str, home: Tasks, weights: tuple[int, ...] | None
+    ) -> tuple[Tasks, PlanCompiler]:
+        """The tasks, compiled. Those of `home` are that very object."""
         layout, window = at_home.layout, at_home.window
         # A server of weight 0 computes nothing, whatever that costs.
         frugal = self._options.min_gain > 0 and 0 not in (self._options.server_weights or ())
         hopeless = frugal and self._gains_too_little(layout, phase, home.loads, self._least(layout, phase, home.loads))
         # Where documents continue on other ranks, rows are exchanged anyway.
         if hopeless and not at_home.compiler.moves_rows:
-            return home, at_home.compiler, 0.0  # without a search
+            return home, at_home.compiler  # without a search
         tasks = balance(
             layout,
             self._cost,
@@ -161,21 +142,12 @@ class PhasePlanner:
             server_weights=weights,
         )
         compiler = PlanCompiler(layout, tasks.rows)
-        if not (frugal or weigh) or not compiler.moves_rows:
-            return tasks, compiler, 0.0
-        seconds, exposed = self._predicted(layout, compiler, window, phase)
-        if frugal and self._gains_too_little(layout, phase, home.loads, seconds) and not at_home.compiler.moves_rows:
-            return home, at_home.compiler, 0.0
-        return tasks, compiler, exposed
-
-    def favours_two(self, planned: Sequence[PlannedPhase], layout: Layout) -> bool:
-        """Whether a micro-batch whose phases were planned with ``weigh`` is predicted to be faster in two
-        nano-batches, which cover exchanges by linear layers as well. Never where their size is not known."""
-        flops = self._options.linear_flops * int(layout.tokens.max())
-        exposed = math.fsum(p.exposed for p in planned)  # the same under every version of Python
-        work = sum(LINEAR_WORK[p.phase] * p.layers for p in planned)
-        layers = sum(p.layers for p in planned if p.phase == "forward")
-        return flops > 0 and exposed > NANO_COST * self._cost.linear_seconds(flops * work) + NANO_SECONDS * layers
+        if not frugal or not compiler.moves_rows or at_home.compiler.moves_rows:
+            return tasks, compiler
+        seconds = self._predicted(layout, compiler, window, phase)
+        if self._gains_too_little(layout, phase, home.loads, seconds):
+            return home, at_home.compiler
+        return tasks, compiler
 
     def speeds(self, servers: int) -> np.ndarray:
         """Relative speeds of the servers, 1 on average, and 1 where nothing is known: no weights, or a weight of 0."""
@@ -226,17 +198,13 @@ class PhasePlanner:
         seconds = [self._cost.linear_seconds(flops) for flops in self._linear_flops(layout, phase)]
         return np.array(seconds) / self.speeds(layout.num_ranks)
 
-    def _predicted(
-        self, layout: Layout, compiler: PlanCompiler, window: int | None, phase: str
-    ) -> tuple[float, float]:
-        """Seconds of one layer's phase with its transfers, and those in which they are exposed. With speeds the phase
-        begins with the linear work."""
+    def _predicted(self, layout: Layout, compiler: PlanCompiler, window: int | None, phase: str) -> float:
+        """Seconds of one layer's phase with its transfers. With speeds the phase begins with the linear work."""
         speeds, start = self.speeds(layout.num_ranks), self._start(layout, phase)
         loads = compiler.loads(lambda q_start, q_end, k_start: self._cost.cost(q_start, q_end, k_start, window, phase))
         at_home, away = (load / UNITS_PER_SECOND / speeds for load in loads)
         sizes = compiler.bytes_between(self._cost.heads, phase)
-        seconds = phase_seconds(self._cost, at_home, away, *sizes, early=self._early, start=start)
-        return seconds, exposed_seconds(seconds, at_home, away, start)
+        return phase_seconds(self._cost, at_home, away, *sizes, early=self._early, start=start)
 
     def _least(self, layout: Layout, phase: str, home: np.ndarray) -> float:
         """Seconds of one layer's phase that no plan can be below, of the kind that `_predicted` gives."""

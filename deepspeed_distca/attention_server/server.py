@@ -30,9 +30,8 @@ from deepspeed_distca.scheduler.tasks import home_tasks
 
 PHASES = ("forward", "backward")
 
-#: Which micro-batches are divided into two nano-batches (see ``overlap``): none, those in which rows move, all, or
-#: those in which it is predicted to be worth it (``PhasePlanner.favours_two``) and every rank can.
-NanoBatches = Literal["never", "moved", "always", "exposed"]
+#: Which micro-batches are divided into two nano-batches (see ``overlap``): none, those in which rows move, or all.
+NanoBatches = Literal["never", "moved", "always"]
 
 
 class AttentionServer:
@@ -53,9 +52,6 @@ class AttentionServer:
         ranks: over how many ranks the engine averages gradients.
         step: called for the number of the current optimizer step; statistics start anew when it changes.
         watch: follows where this rank is, and tells the others when it fails.
-
-    Attributes:
-        favoured_two: whether "exposed" has favoured two nano-batches for a micro-batch so far.
     """
 
     def __init__(
@@ -85,7 +81,6 @@ class AttentionServer:
         self._side = SideStream() if local_first else None
         self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
         self._ping_pong, self._watch = ping_pong, watch
-        self.favoured_two = False
         self._kernels: dict[tuple, Kernel] = {}
         self._statistics = StepStatistics()
         self._statistics_step: int | None = None
@@ -125,16 +120,13 @@ class AttentionServer:
         """
         start = time.perf_counter()
         everyone = gathered()
-        weigh = self._ping_pong == "exposed"
         planned = [
-            self._planner.plan(everyone.layout, window, phase, layers, weigh=weigh)
+            self._planner.plan(everyone.layout, window, phase, layers)
             for window, layers in self._layers.items()
             for phase in PHASES
         ]
-        favoured = weigh and self._planner.favours_two(planned, everyone.layout)
-        self.favoured_two |= favoured
         if self._check_plan and everyone.layout.num_ranks > 1:
-            self._agreement.same(fingerprint(*(p.digest for p in planned), favoured), "the plan of a micro-batch")
+            self._agreement.same(fingerprint(*(p.digest for p in planned)), "the plan of a micro-batch")
         self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
         exchange = self._exchange.for_sizes(np.maximum.reduce([p.largest for p in planned]))
         plans = {
@@ -149,7 +141,6 @@ class AttentionServer:
             "never": False,
             "moved": any(p.sent.any() for p in planned),
             "always": True,
-            "exposed": favoured and everyone.in_two,
         }[self._ping_pong]
         ping_pong = self._two_nano_batches(everyone.layout, plans) if two else None
         if self._watch is not None:

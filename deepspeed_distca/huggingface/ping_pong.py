@@ -25,7 +25,6 @@ from deepspeed_distca.attention_server.pending import PendingPlan
 from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS, UnsupportedModelError
 from deepspeed_distca.huggingface.decoders import base_of
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
-from deepspeed_distca.huggingface.ping_pong_trial import Trial
 from deepspeed_distca.huggingface.row_rope import row_rules
 from deepspeed_distca.huggingface.turns import Turns
 
@@ -42,7 +41,6 @@ class PingPong:
     Args:
         decoder: the model.
         modules: its attention modules.
-        trial: looks on while micro-batches run whole, where two nano-batches were not asked for.
 
     Attributes:
         base: the model whose forward is run twice.
@@ -54,12 +52,11 @@ class PingPong:
         UnsupportedModelError: a model for which halves would not be exact.
     """
 
-    def __init__(self, decoder: PreTrainedModel, modules: list[nn.Module], trial: Trial | None = None) -> None:
+    def __init__(self, decoder: PreTrainedModel, modules: list[nn.Module]) -> None:
         self.base = base_of(decoder, modules)
         self.split = False
         self.seen = False
         self.running: int | None = None
-        self._trial = trial
         self._name = type(decoder).__name__
         rules = row_rules(decoder)
         if rules:
@@ -99,11 +96,13 @@ class PingPong:
         ping_pong: PingPongPlan | None = None
         if self.seen and kwargs.get(WITNESS) is None:
             ping_pong = plan.result().ping_pong
-        elif self._trial is None:
+        else:
             _refuse_reentrant(self.base)
         self.split = ping_pong is not None
         if ping_pong is None:
-            return self._whole(plan, args, kwargs)
+            output = self._forward(*args, **kwargs)
+            self.seen = True
+            return output
         kwargs = {**self._signature.bind_partial(*args).arguments, **kwargs}
         rows = self._rows(kwargs)
         batch, tokens = rows.shape[:2]
@@ -112,26 +111,6 @@ class PingPong:
         halves = self._halves(kwargs, rows, ping_pong.cut)
         outputs = self._both(halves, ping_pong, rows.device)
         return _merge(outputs, (ping_pong.cut, ping_pong.rows - ping_pong.cut), (batch, tokens))
-
-    def _whole(self, plan: PendingPlan, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self._trial is None:
-            output = self._forward(*args, **kwargs)
-        else:
-            output = self._forward(*args, **{**kwargs, PLAN: self._trial.watched(plan)})
-            self._trial.rehearse(lambda: self._rehearse(args, kwargs, output))
-        self.seen = True
-        return output
-
-    def _rehearse(self, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Raises UnsupportedModelError if arguments cannot be divided, or outputs like this not put together."""
-        kwargs = {**self._signature.bind_partial(*args).arguments, **kwargs}
-        rows = self._rows(kwargs)
-        batch, tokens = rows.shape[:2]
-        self._halves(kwargs, rows, batch * tokens // 2)
-        for key, value in kwargs.items():
-            if key not in (PLAN, KEPT) and _whole_in_both(value, batch, tokens):
-                raise UnsupportedModelError(f"{self._name}: do not know how to divide {key}. {_OTHERWISE}")
-        _check_output(output, batch, tokens)
 
     def _both(self, halves: tuple[dict, dict], plan: PingPongPlan, device: torch.device) -> tuple[Any, Any]:
         turns = Turns(device)
@@ -213,27 +192,6 @@ def _merge(outputs: tuple[Any, Any], rows: tuple[int, int], shape: tuple[int, in
     raise UnsupportedModelError(
         f"do not know how to put outputs of type {type(first).__name__} together. {_OTHERWISE}"
     )
-
-
-def _whole_in_both(value: Any, batch: int, tokens: int) -> bool:
-    """Whether an argument that both halves get whole belongs to tokens, or to rows of the batch."""
-    if torch.is_tensor(value):
-        return value.ndim > 0 and tokens not in value.shape and len(value) == batch > 1
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return any((torch.is_tensor(v) and tokens in v.shape) or _whole_in_both(v, batch, tokens) for v in values)
-
-
-def _check_output(output: Any, batch: int, tokens: int) -> None:
-    """Raises UnsupportedModelError where :func:`_merge` would, for a whole micro-batch's output."""
-    if torch.is_tensor(output):
-        by_row = output.ndim > 1 and output.shape[:2] == (batch, tokens)
-        if not by_row and not (output.ndim and len(output) == batch * tokens):
-            raise UnsupportedModelError(f"an output of shape {list(output.shape)} for {batch} x {tokens} tokens")
-    elif isinstance(output, ModelOutput | tuple | list):
-        for value in output.values() if isinstance(output, ModelOutput) else output:
-            _check_output(value, batch, tokens)
-    elif output is not None:
-        raise UnsupportedModelError(f"an output of type {type(output).__name__}")
 
 
 def _floating(output: Any) -> list[torch.Tensor]:

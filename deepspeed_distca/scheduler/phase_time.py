@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a plan's phase takes, transfers included: whether moving rows is worth it over the links there are, and how
-much of the transfers no task covers."""
+"""How long a plan's phase takes, transfers included: whether moving rows is worth it over the links there are."""
 
 from __future__ import annotations
 
@@ -42,17 +41,6 @@ def phase_seconds(
     leave = ready[:, None] if early else np.maximum(done[:, None], done[None, :])
     arrive = np.where(back > 0, leave + returning, 0.0)
     return float(max(done.max(initial=0.0), arrive.max(initial=0.0)))
-
-
-def exposed_seconds(phase: float, at_home: np.ndarray, away: np.ndarray, start: np.ndarray | None = None) -> float:
-    """Predicted seconds by which transfers make one layer's phase longer than its busiest server's own work.
-
-    Args:
-        phase: seconds of the phase, of :func:`phase_seconds`.
-        at_home, away, start: as there.
-    """
-    work = at_home + away if start is None else start + at_home + away
-    return max(0.0, phase - float(work.max(initial=0.0)))
 
 
 def _ends(cost: CostModel, size: np.ndarray) -> np.ndarray:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 
 from deepspeed_distca.layout import LENGTH
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
-from tests.distributed.harness import ROOT, run_ranks
+from tests.distributed.harness import ROOT, run_program, run_ranks
 
 TINY = ["--hidden", "256", "--head-dim", "32", "--tokens", "512", "--layers", "1", "--vocabulary", "256"]
 VARIANTS = ("plain", "distca local_first tol 0.005", "ulysses")
@@ -34,9 +32,8 @@ def steps(monkeypatch):
 def launch(*arguments: object) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [str(ROOT / "benchmarks" / "step_time.py"), *TINY, *map(str, arguments)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=150, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    done = run_program(command)
+    assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
 
@@ -180,12 +177,12 @@ def test_variants_of_several_blocks(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from steps.variants import make_variants
 
-    blocks = [{}, {"server_weights": "measured"}]
+    blocks = [{}, {"server_weights": [1, 1]}]
     variants = make_variants(["plain", "distca", "distca_whole", "plain"], ["none"], None, None, blocks)
     assert [(v.name, v.block) for v in variants] == [
         ("plain", None),
         ("distca none", {"enabled": True, "overlap": "none"}),
-        ("distca none server_weights=measured", {"enabled": True, "server_weights": "measured", "overlap": "none"}),
+        ("distca none server_weights=[1, 1]", {"enabled": True, "server_weights": [1, 1], "overlap": "none"}),
         ("distca whole none", {"enabled": True, "overlap": "none"}),
         ("plain again", None),
     ]

@@ -284,8 +284,6 @@ def refusals(stages: int) -> dict[str, str]:
     found["servers"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"servers": 3}})))
     weights = {"server_weights": [1, 1]}
     found["weights"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": weights})))
-    measured = {"server_weights": "measured"}
-    found["measured"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": measured})))
     turns = {"overlap": "ping_pong"}
     found["overlap"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": turns})))
     found["scope"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"pipeline": {"scope": "all"}}})))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_distca.config import DistCAConfigError, parse_config
-from deepspeed_distca.server_weights import weights_of_servers
+from deepspeed_distca.plan_options import weights_of_servers
 from tests.distributed.harness import run_ranks
 
 TOLERANCE = 1e-5
@@ -30,7 +30,7 @@ def case(
 
 def run(cases: list[dict], world: int) -> list[list[dict]]:
     """Results [rank][case], checked against the reference."""
-    results = run_ranks("tests.distributed.global_loader_worker:train_cases", world, timeout=280, cases=cases)
+    results = run_ranks("tests.distributed.global_loader_worker:train_cases", world, cases=cases)
     for outcomes in results:
         for given, outcome in zip(cases, outcomes, strict=True):
             assert outcome["loss_error"] < TOLERANCE and outcome["gradient_error"] < TOLERANCE, (given, outcome)
@@ -90,7 +90,7 @@ def test_regrouped_steps_are_exact() -> None:
 
 
 def test_trainer_takes_the_loader_and_resumes_with_it() -> None:
-    for losses in run_ranks("tests.distributed.global_loader_worker:trainer_and_engine", 2, timeout=200):
+    for losses in run_ranks("tests.distributed.global_loader_worker:trainer_and_engine", 2):
         assert len(losses["engine"]) == len(losses["trainer"]) == 6
         assert max(abs(a - b) for a, b in zip(losses["engine"], losses["trainer"], strict=True)) < 1e-5
         assert losses["resumed"] == losses["trainer"][3:]

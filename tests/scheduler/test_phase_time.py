@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_distca.scheduler.cost_model import CostModel
-from deepspeed_distca.scheduler.phase_time import exposed_seconds, phase_seconds
+from deepspeed_distca.scheduler.phase_time import phase_seconds
 
 COST = replace(CostModel(), bytes_per_second=10**6, latency=0)
 MB = 10**6
@@ -42,41 +42,23 @@ def test_by_hand(at_home, away, sizes, early, late) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at_home", "away", "sizes", "exposed"),
+    ("start", "at_home", "away", "sizes", "early", "late"),
     [
-        ([5, 1], [0, 3], (0, 0), 0),
-        ([5, 1], [0, 3], (2, 1), 1),  # over at 6, where the busiest has 5 to do
-        ([5, 9], [0, 1], (2, 1), 0),
-        ([5, 9], [0, 1], (2, 3), 0),  # back at 6, while rank 1 is busy until 10
-        ([0, 0], [0, 1], (2, 3), 5),
-        ([0, 0], [0, 0], (0, 0), 0),
+        ([4, 0], [5, 1], [0, 3], (0, 0), 9, 9),
+        ([0, 4], [5, 1], [0, 3], (2, 1), 8, 9),  # rows are there at 2, but their server only begins at 4
+        ([0, 4], [5, 0], [0, 3], (2, 1), 8, 8),  # results at 7
+        ([0, 4], [5, 1], [0, 3], (6, 1), 10, 10),  # rows at 6
+        ([4, 0], [0, 1], [0, 3], (2, 1), 10, 10),  # rows leave at 4 and are there at 6
+        ([4, 0], [5, 1], [0, 3], (2, 1), 10, 10),
+        ([4, 9], [0, 1], [0, 0], (0, 0), 10, 10),
+        ([7, 2], [0, 0], [0, 0], (0, 0), 7, 7),  # linear work alone
     ],
 )
-def test_what_no_task_covers_by_hand(at_home, away, sizes, exposed) -> None:
-    loads = np.array(at_home, dtype=float), np.array(away, dtype=float)
-    phase = phase_seconds(COST, *loads, *two(*sizes), early=True)
-    assert exposed_seconds(phase, *loads) == pytest.approx(exposed)
-
-
-@pytest.mark.parametrize(
-    ("start", "at_home", "away", "sizes", "early", "late", "exposed"),
-    [
-        ([4, 0], [5, 1], [0, 3], (0, 0), 9, 9, 0),
-        ([0, 4], [5, 1], [0, 3], (2, 1), 8, 9, 0),  # rows are there at 2, but their server only begins at 4
-        ([0, 4], [5, 0], [0, 3], (2, 1), 8, 8, 1),  # results at 7
-        ([0, 4], [5, 1], [0, 3], (6, 1), 10, 10, 2),  # rows at 6
-        ([4, 0], [0, 1], [0, 3], (2, 1), 10, 10, 6),  # rows leave at 4 and are there at 6
-        ([4, 0], [5, 1], [0, 3], (2, 1), 10, 10, 1),
-        ([4, 9], [0, 1], [0, 0], (0, 0), 10, 10, 0),
-        ([7, 2], [0, 0], [0, 0], (0, 0), 7, 7, 0),  # linear work alone
-    ],
-)
-def test_servers_that_begin_later_by_hand(start, at_home, away, sizes, early, late, exposed) -> None:
+def test_servers_that_begin_later_by_hand(start, at_home, away, sizes, early, late) -> None:
     start, *loads = (np.array(x, dtype=float) for x in (start, at_home, away))
     phase = phase_seconds(COST, *loads, *two(*sizes), early=True, start=start)
     assert phase == pytest.approx(early)
     assert phase_seconds(COST, *loads, *two(*sizes), early=False, start=start) == pytest.approx(late)
-    assert exposed_seconds(phase, *loads, start) == pytest.approx(exposed)
 
 
 def test_a_busy_end_holds_up_all_that_it_sends() -> None:
@@ -100,20 +82,15 @@ def test_between_the_busiest_server_and_everything_in_turn(seed: int, ranks: int
     assert busiest <= early <= late <= busiest + sum(slowest) + 1e-9
     fast = replace(COST, bytes_per_second=10**12)
     for e, seconds in ((True, early), (False, late)):
-        exposed = exposed_seconds(seconds, at_home, away)
-        assert 0 <= exposed <= sum(slowest) + 1e-9 and exposed == pytest.approx(seconds - busiest)
         faster = phase_seconds(fast, at_home, away, out, back, early=e)
         assert busiest <= faster <= seconds
-        assert 0 <= exposed_seconds(faster, at_home, away) <= exposed
-    assert exposed_seconds(busiest, at_home, away) == 0 == exposed_seconds(busiest * (1 - 1e-12), at_home, away)
     # Who begins at once is as before to the bit; whoever begins later, no more than that is added.
     start = rng.uniform(0, 3, ranks)
     for e, seconds in ((True, early), (False, late)):
         at_once = phase_seconds(COST, at_home, away, out, back, early=e, start=np.zeros(ranks))
-        assert at_once == seconds and exposed_seconds(at_once, at_home, away, np.zeros(ranks)) == seconds - busiest
+        assert at_once == seconds
         later = phase_seconds(COST, at_home, away, out, back, early=e, start=start)
         own = (start + at_home + away).max()
         assert max(seconds, own) <= later <= seconds + start.max() + 1e-9
-        assert exposed_seconds(later, at_home, away, start) == later - own
         together = phase_seconds(COST, at_home, away, out, back, early=e, start=np.full(ranks, 2.0))
         assert together == pytest.approx(seconds + 2)

@@ -36,16 +36,16 @@ from deepspeed_distca.attention_server.exchange.base import exchange_group
 from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from deepspeed_distca.attention_server.hello import Hello, Meeting, say_hello
 from deepspeed_distca.attention_server.kernels import KernelError, select_kernel
-from deepspeed_distca.attention_server.pending import PendingPlan
-from deepspeed_distca.attention_server.server import AttentionServer, MicroBatchPlan, NanoBatches
+from deepspeed_distca.attention_server.plan_request import PlanRequest
+from deepspeed_distca.attention_server.server import AttentionServer, NanoBatches
 from deepspeed_distca.attention_server.statistics import StepStatistics
+from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config, parse_config
 from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.huggingface.adapter import (
     DecoderHooks,
-    Description,
     UnsupportedModelError,
     attention_modules,
     attention_windows,
@@ -385,20 +385,15 @@ class Runtime:
         """Statistics of the last step; reading the kernels' time on a GPU waits for them."""
         return self.server.stats
 
-    def plan(self, description: Description | Exception, device: torch.device) -> tuple[PendingPlan, torch.Tensor]:
+    def request(self, given: MicroBatch | Exception, device: torch.device) -> PlanRequest:
         """See ``huggingface.adapter.Planner``."""
         self._watch.begin()
-        given = description
-        if isinstance(description, Description):
-            given = MicroBatch(
-                description.layout, description.targets, description.step_targets, description.tokens_digest
-            )
-        pending = PendingPlan(self.server.gather(given), self.server.plan, device)
+        request = self.server.request(given, device)
         if isinstance(given, Exception):
-            pending.result()  # raises: the model could not run on such an input anyway
-        return pending, pending.divisor
+            request.result()  # raises: the model could not run on such an input anyway
+        return request
 
-    def plan_alone(self, layout: Layout, device: torch.device) -> MicroBatchPlan:
+    def plan_alone(self, layout: Layout) -> StepPlan:
         """See ``huggingface.adapter.Planner``."""
         return self.server.plan_alone(layout)
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from deepspeed_distca.attention_server.core_attention import _serve_backward
 from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
+from deepspeed_distca.attention_server.parts import Parts
 from deepspeed_distca.attention_server.phase_planner import PlanOptions
 from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.steps import WorkspaceGradients, serve_backward
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 from deepspeed_distca.config import DistCAConfig
 from deepspeed_distca.cost_choice import find_cost_model
@@ -107,8 +108,13 @@ class ServerCalls:
             return lambda: self._where.kernel.forward(q, k, v, plan.remote, self._spec)
         self._where.kernel.forward(q, k, v, plan.remote, self._spec, out, lse)
         stats = torch.stack([lse.t(), row_dots(dout, out).t()], dim=1)
-        # Private, but the very thing to be measured.
-        return lambda: _serve_backward(plan, self._where.kernel, self._spec, dout, q, k, v, stats)
+        parts, wide = Parts.whole(plan), self._where.kernel.grad_dtype(q.dtype)
+
+        def backward() -> object:
+            sums = WorkspaceGradients(parts, k, v, wide)
+            return serve_backward(0, [q, dout, stats, k, v], sums, self._spec, self._where.kernel)
+
+        return backward
 
     def in_place(self, tasks: TaskBatch, phase: str) -> Callable[[], object]:
         """Tasks on the rows where they are stored: one kernel call."""

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention
 from transformers import AttentionInterface
 
-from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
+from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.kernels import select_kernel
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.statistics import DeviceTimer, TimedKernel
+from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
@@ -73,7 +74,7 @@ class PlainAttention:
     def _set(self, lengths: Sequence[int]) -> None:
         layout = Layout.from_lengths([lengths])
         part = ServerPlan(PlanCompiler(layout, home_tasks(layout)).rank(0))
-        self.plan = LayerPlan(part, part, None, None)
+        self.plan = LayerPlan.whole(part, part)
 
     def _attend(self, query, key, value, scaling):
         """[1, tokens, heads, head_dim] each, and so the result."""

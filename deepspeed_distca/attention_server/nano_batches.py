@@ -1,301 +1,226 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's part of a plan divided between two nano-batches, in time only: what moves where is left as it was planned.
+"""Core attention of two nano-batches that take turns: one's rows travel while the other computes.
 
-Nano-batch 0 is the rows of a rank before its cut, nano-batch 1 those from there on. A task belongs to the nano-batch
-of its queries, a row travels with the nano-batch that it belongs to. A document that lies in both needs no special
-rule: a task waits for the rows of the other nano-batch too if it reads any, and both have left before the first task
-in a workspace starts. So every row still travels once, and any cut of any documents is exact.
+A layer's core attention is three autograd nodes for each nano-batch, and after the first and the second the turn goes
+to the other one, whose linear layers and tasks then cover what has just been sent:
+
+    forward      Dispatch: rows leave            Serve: tasks, results leave      Collect: results are there
+    backward     Dispatch: gradients are there   Serve: tasks, gradients leave    Collect: rows leave
+
+A token without a value passes through the nodes in the order in which they ran. So backward runs them, and all that
+lies between them, in the exact reverse order, the same on every rank, without anybody waiting for a turn:
+
+    forward      D0 .. D1 S0 S1 C0 ..linear.. D0 C1 ..linear.. D1 S0 S1 C0 ..
+    backward     C1 ..linear.. C0 S1 S0 D1 ..linear.. C1 D0 ..linear.. C0 S1 S0 ..
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
+import torch
 
-from deepspeed_distca.attention_server.exchange.base import Exchange
-from deepspeed_distca.attention_server.server_plan import ServerPlan
-from deepspeed_distca.attention_server.task_batch import TaskBatch
-from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout
-from deepspeed_distca.scheduler.plan import HOME_ROW, PEER, ROWS, WORK_ROW, RankPlan, TaskRanges
-
-#: A row is cut at a document's border if there is one this near its middle, as a share of the row. A cut inside a
-#: document costs the second half's tasks the first half's keys once more in backward; unequal halves hide less.
-_NEAR = 1 / 16
+from deepspeed_distca.attention_server.core_attention import refuse_second_order
+from deepspeed_distca.attention_server.kernels import Kernel
+from deepspeed_distca.attention_server.step_plan import StepPlan
+from deepspeed_distca.attention_server.steps import BackwardSteps, ForwardSteps, Given, LayerPlan
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.attention_server.watch import backward_of_layer
 
 
-def row_cuts(layout: Layout, granularity: int) -> np.ndarray:
-    """Where the row of each rank is cut, int64 [num_ranks]: its first `cut` tokens are nano-batch 0.
-
-    At the border of documents nearest the middle, if one is near; else inside a document, at a multiple of
-    `granularity` in its positions where there is one. Both halves have a token wherever there are two.
-    """
-    cuts = np.zeros(layout.num_ranks, dtype=np.int64)
-    for rank in range(layout.num_ranks):
-        mine = layout.segments[layout.segments[:, RANK] == rank]
-        cuts[rank] = _row_cut(mine[:, START], mine[:, LENGTH], granularity)
-    return cuts
+class OverlapError(RuntimeError):
+    """Two nano-batches that cannot go on; the message says why and what to do."""
 
 
-def _row_cut(start: np.ndarray, length: np.ndarray, granularity: int) -> int:
-    ends = np.cumsum(length)
-    tokens = int(ends[-1]) if len(ends) else 0
-    if tokens < 2:
-        return tokens
-    middle = tokens / 2
-    if len(ends) > 1:
-        border = int(ends[np.abs(ends[:-1] - middle).argmin()])
-        if abs(border - middle) <= tokens * _NEAR:
-            return border
-    inside = int(np.searchsorted(ends, middle, side="right"))
-    inside = min(inside, len(ends) - 1)
-    first = int(ends[inside] - length[inside])  # its first row
-    position = int(start[inside]) + tokens // 2 - first
-    rounded = round(position / granularity) * granularity
-    cut = first + rounded - int(start[inside])
-    return cut if max(first, 0) < cut < int(ends[inside]) else min(max(tokens // 2, 1), tokens - 1)
-
-
-def has_crossing(layout: Layout, cuts: np.ndarray) -> bool:
-    """Whether some document has tokens of nano-batch 0 after tokens of nano-batch 1, so that queries of the former may
-    need keys of the latter. Only documents that continue on another rank can."""
-    s = layout.segments
-    cut = np.clip(cuts[s[:, RANK]] - layout.rows, 0, s[:, LENGTH])
-    document = np.unique(s[:, DOCUMENT], return_inverse=True)[1]
-    pieces = np.concatenate(
-        [
-            np.stack([document, s[:, START], np.zeros_like(cut)], axis=1)[cut > 0],
-            np.stack([document, s[:, START] + cut, np.ones_like(cut)], axis=1)[cut < s[:, LENGTH]],
-        ]
-    )
-    pieces = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))]
-    nano = pieces[:, 2]
-    highest = np.maximum.accumulate(2 * pieces[:, 0] + nano) - 2 * pieces[:, 0]
-    return bool((highest > nano).any())
-
-
-@dataclass(frozen=True)
-class NanoPart:
-    """What this rank does for one nano-batch in one phase.
-
-    Attributes:
-        first, rows: its home rows are [first, first + rows) of the rank's.
-        server: tasks in the workspace whose queries are of this nano-batch (``remote``, ``waves``), and its rows'
-            runs, counted from ``first`` at home. The workspace is that of the whole plan.
-        local: tasks in place, queries counted from ``first`` and keys from ``k_first``. In backward without those of
-            ``shared``.
-        shared: backward of nano-batch 0 only: tasks in place whose keys a task in place of nano-batch 1 has as well,
-            so that their dk and dv are added, counted like ``local``.
-        k_first: the first home row of the key/value rows for tasks in place; they end with the nano-batch's own.
-        needs_other: a task in the workspace reads key/value rows of the other nano-batch.
-    """
-
-    first: int
-    rows: int
-    server: ServerPlan
-    local: TaskBatch
-    shared: TaskBatch
-    k_first: int
-    needs_other: bool
-
-
-@dataclass(frozen=True)
-class NanoPhase:
-    """Both nano-batches of one phase.
-
-    Attributes:
-        parts: of nano-batch 0 and 1.
-        home_rows: rows of q, k and v of the rank.
-        written: in backward tasks in place write every row of dk and dv exactly once.
-        one_wave: no key/value row of the workspace has two tasks.
-    """
-
-    parts: tuple[NanoPart, NanoPart]
-    home_rows: int
-    written: bool
-    one_wave: bool
-
-
-@dataclass(frozen=True)
-class NanoLayerPlan:
-    """How the layers of one kind compute core attention for a micro-batch of two nano-batches.
-
-    Attributes:
-        forward, backward: this rank's part of either phase.
-        exchange: how rows travel.
-        late_keys: queries of nano-batch 0 may read keys of nano-batch 1 somewhere, so that the gradients of those keys
-            are not complete before nano-batch 0 was served. The same on every rank.
-    """
-
-    forward: NanoPhase
-    backward: NanoPhase
-    exchange: Exchange
-    late_keys: bool
-
-
-def nano_phase(plan: RankPlan, cuts: np.ndarray, window: int | None, *, backward: bool) -> NanoPhase:
-    """Divides a rank's part of one phase.
+class NanoPair:
+    """The two nano-batches of one forward; :attr:`plans` stand for the micro-batch's plan in either.
 
     Args:
-        plan: the part.
-        cuts: of the rows of every server, as in :func:`row_cuts`.
-        window: keys that a query sees.
-        backward: keep tasks apart that would overwrite each other's dk and dv.
+        plan: of the micro-batch, in two parts.
+        hand_over: called by a nano-batch, with its number, to let the other one run; returns when it is its turn.
     """
-    cut = int(cuts[plan.rank])
-    runs = _divide_runs(plan, cuts)
 
-    local = _cut_tasks(plan.local, np.array([cut]), window)
-    nano_local = (local.q_start >= cut).astype(np.int64)
-    starts, of_run, _ = _in_order(tuple(both["q_in"] for both in runs))
-    changes = starts[1:][of_run[1:] != of_run[:-1]]
-    remote = _cut_tasks(plan.remote, changes, window)
-    nano_remote = of_run[np.searchsorted(starts, remote.q_start, side="right") - 1] if len(remote) else remote.q_start
+    def __init__(self, plan: StepPlan, hand_over: Callable[[int], None]) -> None:
+        self.plan, self.hand_over = plan, hand_over
+        self.plans = (HalfPlan(self, 0), HalfPlan(self, 1))
+        self.token: torch.Tensor | None = None
+        self._layers: list[_Layer] = []  # of which nano-batch 1 has not started yet
 
-    reads = _other_rows(tuple(both["kv_in"] for both in runs), remote, nano_remote)
-    key_end = local.k_start + local.k_len
-    clash = np.zeros(len(local), dtype=bool)
-    if backward:
-        for i in np.flatnonzero(nano_local == 0):
-            later = (nano_local == 1) & (local.k_start < key_end[i]) & (key_end > local.k_start[i])
-            clash[i] = later.any()
-
-    parts = []
-    for nano, (first, end) in enumerate(((0, cut), (cut, plan.home_rows))):
-        mine = nano_local == nano
-        k_first = int(local.k_start[mine].min(initial=first))
-        tasks = remote.take(nano_remote == nano)
-        rows = end - first
-        server = ServerPlan(
-            RankPlan(
-                rank=plan.rank,
-                home_rows=rows,
-                local=local.take(slice(0, 0)),
-                remote=tasks,
-                waves=_waves(tasks),
-                work_q_rows=plan.work_q_rows,
-                work_kv_rows=plan.work_kv_rows,
-                **runs[nano],
+    def layer(self, nano: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> _Layer:
+        """The next layer of a nano-batch. Nano-batch 0 comes to it first."""
+        if nano == 0:
+            kernel = self.plan.kernel(q, k, v, spec)
+            self._layers.append(_Layer(self.plan.layer(spec.window), spec, kernel))
+            return self._layers[-1]
+        layer = self._layers.pop(0) if self._layers else None
+        if layer is None or layer.spec != spec:
+            raise OverlapError(
+                'the two nano-batches went through different attention layers. Set `distca.overlap` to "local_first"'
             )
-        )
-        apart, shared = (_batch(local.take(mine & which), first, k_first, end) for which in (~clash, clash))
-        needs_other = bool(reads[nano_remote == nano].any())
-        parts.append(NanoPart(first, rows, server, apart, shared, k_first, needs_other))
-    written = not clash.any() and int(local.k_len.sum()) == plan.home_rows and len(_waves(local)) <= 1
-    return NanoPhase(tuple(parts), plan.home_rows, written, len(_waves(remote)) <= 1)
+        return layer
+
+    def close(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Ends nano-batch 0: in backward its outputs get their gradients once nano-batch 1 has sent its own rows."""
+        if self.token is None or not self.token.requires_grad or not tensors:
+            return tensors
+        *tensors, self.token = _Close.apply(self.token, *tensors)
+        return tensors
 
 
-def _batch(tasks: TaskRanges, first: int, k_first: int, end: int) -> TaskBatch:
-    return TaskBatch(
-        tasks.q_start - first, tasks.q_len, tasks.k_start - k_first, tasks.k_len, end - first, end - k_first
+class HalfPlan:
+    """What the layers of one nano-batch take for the micro-batch's plan. Another forward of the same model runs inside
+    of ``attend``."""
+
+    def __init__(self, pair: NanoPair, nano: int) -> None:
+        self._pair, self._nano = pair, nano
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Core attention of one layer for the rows of this nano-batch: see ``core_attention``.
+
+        A nano-batch without rows comes with one that stands in for them; its results are zero.
+
+        Args:
+            kept: results of the same rows, in recomputation.
+
+        Raises:
+            OverlapError: called where the nano-batches cannot take turns.
+            ValueError: rows that are not the plan's, or a window that was not planned.
+        """
+        pair, nano = self._pair, self._nano
+        rows = pair.plan.rows[nano]
+        if not len(q) == len(k) == len(v) == max(rows, 1):
+            raise ValueError(f"nano-batch {nano} has {rows} tokens on this rank, got {len(q)}, {len(k)} and {len(v)}")
+        q, k, v = (t[:rows].contiguous() for t in (q, k, v))
+        if kept is not None:
+            out, lse = _Recomputed.apply(q, k, v, *(t.narrow(d, 0, rows) for t, d in zip(kept, (0, 1), strict=True)))
+            return _padded(out, lse)
+        if not torch.is_grad_enabled():
+            raise OverlapError(
+                "reentrant activation checkpointing cannot be combined with two nano-batches: it computes gradients "
+                "of parameters once for each. Set use_reentrant=False (transformers: "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}), or `distca.overlap` to "local_first"'
+            )
+        if torch._C._current_graph_task_id() != -1:
+            raise OverlapError(
+                "a layer is recomputed in backward, but its core attention was not kept. Checkpoint layers by "
+                'transformers or torch with use_reentrant=False, or set `distca.overlap` to "local_first"'
+            )
+        layer = pair.layer(nano, q, k, v, spec)
+        if pair.token is None:
+            # The value is never read: it is there because gradients without one leave the device's own thread.
+            pair.token = torch.zeros((), device=q.device)
+        pair.token = _Dispatch.apply(q, k, v, pair.token, layer, nano)
+        pair.hand_over(nano)
+        pair.token = _Serve.apply(pair.token, layer, nano)
+        pair.hand_over(nano)
+        out, lse, pair.token = _Collect.apply(pair.token, layer, nano)
+        return _padded(out, lse)
+
+
+def _padded(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(out):
+        return out, lse
+    return (
+        torch.cat([out, out.new_zeros((1, *out.shape[1:]))]),
+        torch.cat([lse, lse.new_zeros((len(lse), 1))], dim=1),
     )
 
 
-def _divide_runs(plan: RankPlan, cuts: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The runs of either nano-batch in the plan's order, by their names there, with home rows counted from its first.
-    Both sides of a run cut it alike, so they go on listing what passes between them in the same order."""
-    parts: tuple[dict[str, np.ndarray], ...] = ({}, {})
+class _Layer:
+    """One layer's core attention on its way through forward, and later through backward."""
 
-    def divide(name: str, before: np.ndarray, cut: np.ndarray | int, direct: str | None = None) -> None:
-        runs = getattr(plan, name)
-        first, second = runs.copy(), runs.copy()
-        first[:, ROWS] = before
-        second[:, HOME_ROW] += before - cut
-        second[:, WORK_ROW] += before
-        second[:, ROWS] -= before
-        for part, divided in zip(parts, (first, second), strict=True):
-            mine = divided[:, ROWS] > 0
-            part[name] = divided[mine]
-            if direct:
-                part[direct] = getattr(plan, direct)[mine]
-
-    def rows_before(runs: np.ndarray, cut: np.ndarray | int) -> np.ndarray:
-        return np.clip(cut - runs[:, HOME_ROW], 0, runs[:, ROWS])
-
-    own = int(cuts[plan.rank])
-    kv_before = rows_before(plan.kv_in, cuts[plan.kv_in[:, PEER]])
-    divide("q_in", rows_before(plan.q_in, cuts[plan.q_in[:, PEER]]), cuts[plan.q_in[:, PEER]])
-    divide("kv_in", kv_before, cuts[plan.kv_in[:, PEER]], "kv_in_direct")
-    divide("q_out", rows_before(plan.q_out, own), own)
-    divide("kv_out", rows_before(plan.kv_out, own), own, "kv_out_direct")
-    # What is relayed is cut where it lies in this rank's workspace, which the runs of kv_in fill.
-    order = np.argsort(plan.kv_in[:, WORK_ROW])
-    starts, border = plan.kv_in[order, WORK_ROW], (plan.kv_in[:, WORK_ROW] + kv_before)[order]
-    for name, column in (("relay_in", WORK_ROW), ("relay_out", HOME_ROW)):
-        runs = getattr(plan, name)
-        via = np.searchsorted(starts, runs[:, column], side="right") - 1
-        divide(name, np.clip(border[via] - runs[:, column], 0, runs[:, ROWS]), 0)
-    return parts
+    def __init__(self, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> None:
+        self.plan, self.spec, self.kernel = plan, spec, kernel
+        self.forward: ForwardSteps | None = ForwardSteps(plan, spec, kernel)
+        self.backward: BackwardSteps | None = None
 
 
-def _in_order(runs: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First workspace rows of the runs of both nano-batches, ascending, whose they are, and how many."""
-    both = np.concatenate(runs)
-    nano = np.repeat(np.arange(2), [len(part) for part in runs])
-    order = np.argsort(both[:, WORK_ROW])
-    return both[order, WORK_ROW], nano[order], both[order, ROWS]
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, token, layer: _Layer, nano: int):
+        ctx.set_materialize_grads(False)
+        ctx.layer, ctx.nano = layer, nano
+        layer.forward.dispatch(nano, q, k, v)
+        return token.view_as(token)
+
+    @staticmethod
+    def backward(ctx, dtoken):
+        with backward_of_layer(ctx.layer.plan.watch, last=ctx.nano == 0):
+            dq, dk, dv = ctx.layer.backward.gradients(ctx.nano)
+        if ctx.nano == 0:
+            ctx.layer.backward = None
+        return dq, dk, dv, dtoken, None, None
 
 
-def _other_rows(runs: tuple[np.ndarray, np.ndarray], tasks: TaskRanges, nano: np.ndarray) -> np.ndarray:
-    """Key/value rows of the other nano-batch that each task in the workspace reads."""
-    starts, of_run, rows = _in_order(runs)
-    borders = np.append(starts, starts[-1:] + rows[-1:])  # the runs tile the workspace
-    found = np.zeros(len(tasks), dtype=np.int64)
-    for which in range(2):
-        others = np.concatenate([[0], np.cumsum(np.where(of_run == which, 0, rows))])
-        mine = nano == which
-        if mine.any():
-            low, high = (np.interp(x[mine], borders, others) for x in (tasks.k_start, tasks.k_start + tasks.k_len))
-            found[mine] = np.rint(high - low)
-    return found
+class _Serve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, layer: _Layer, nano: int):
+        ctx.set_materialize_grads(False)
+        ctx.layer, ctx.nano = layer, nano
+        layer.forward.serve(nano)
+        return token.view_as(token)
+
+    @staticmethod
+    def backward(ctx, dtoken):
+        with backward_of_layer(ctx.layer.plan.watch, last=False):
+            ctx.layer.backward.serve(ctx.nano)
+        return dtoken, None, None
 
 
-def _cut_tasks(tasks: TaskRanges, points: np.ndarray, window: int | None) -> TaskRanges:
-    """The tasks with their query rows cut at the given rows (ascending); keys end with the last query's."""
-    q_end, k_end = tasks.q_start + tasks.q_len, tasks.k_start + tasks.k_len
-    first = np.searchsorted(points, tasks.q_start, side="right")
-    pieces = np.searchsorted(points, q_end, side="left") - first + 1
-    task = np.repeat(np.arange(len(tasks)), pieces)
-    piece = np.arange(len(task)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    bounded = np.append(points, 0)  # what is looked up past the end is not used
-    start = np.where(piece == 0, tasks.q_start[task], bounded[first[task] + piece - 1])
-    end = np.where(piece == pieces[task] - 1, q_end[task], bounded[np.minimum(first[task] + piece, len(points))])
-    k_end = k_end[task] - (q_end[task] - end)
-    k_start = tasks.k_start[task]
-    if window is not None:
-        k_start = np.maximum(k_start, k_end - (end - start) - window + 1)
-    return TaskRanges(start, end - start, k_start, k_end - k_start)
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, layer: _Layer, nano: int):
+        ctx.set_materialize_grads(False)
+        ctx.layer, ctx.nano = layer, nano
+        q, k, v, out, lse = layer.forward.collect(nano)
+        if nano == 1:
+            layer.forward = None
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse, token.view_as(token)
+
+    @staticmethod
+    def backward(ctx, dout, dlse, dtoken):
+        refuse_second_order()
+        layer = ctx.layer
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        with backward_of_layer(layer.plan.watch, last=False):
+            if ctx.nano == 1:
+                layer.backward = BackwardSteps(layer.plan, layer.spec, layer.kernel)
+            layer.backward.dispatch(ctx.nano, Given(q, k, v, out, lse, dout, dlse))
+        # The last one in forward gets no gradient for its token.
+        return torch.zeros((), device=out.device) if dtoken is None else dtoken, None, None
 
 
-def _waves(tasks: TaskRanges) -> tuple[np.ndarray, ...]:
-    """Indices of the tasks in as few groups as keep overlapping key ranges apart."""
-    last: list[int] = []  # the furthest key row of each group
-    members: list[list[int]] = []
-    for i in np.argsort(tasks.k_start, kind="stable").tolist():
-        start, end = int(tasks.k_start[i]), int(tasks.k_start[i] + tasks.k_len[i])
-        group = next((g for g, reach in enumerate(last) if reach <= start), len(last))
-        if group == len(last):
-            last.append(0)
-            members.append([])
-        last[group] = end
-        members[group].append(i)
-    return tuple(np.array(sorted(group)) for group in members)
+class _Recomputed(torch.autograd.Function):
+    """Stands for Collect in recomputation: saves the same five tensors, for Collect's own backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, out, lse):
+        # A Function must return tensors of its own: views of what was kept.
+        out, lse = out.view_as(out), lse.view_as(lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        raise OverlapError("the graph of a recomputation was run backward; it only gives back what was saved")
 
 
-def nano_layer_plan(
-    forward: ServerPlan,
-    backward: ServerPlan,
-    exchange: Exchange,
-    cuts: Sequence[int],
-    window: int | None,
-    late_keys: bool,
-) -> NanoLayerPlan:
-    """Two parts as layers run them in two nano-batches."""
-    cuts = np.asarray(cuts, dtype=np.int64)
-    return NanoLayerPlan(
-        nano_phase(forward.plan, cuts, window, backward=False),
-        nano_phase(backward.plan, cuts, window, backward=True),
-        exchange,
-        late_keys,
-    )
+class _Close(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, *tensors):
+        ctx.set_materialize_grads(False)
+        return (*(t.view_as(t) for t in tensors), token.view_as(token))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        *gradients, dtoken = gradients
+        return (dtoken, *gradients)

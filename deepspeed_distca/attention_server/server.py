@@ -5,22 +5,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.agreement import Agreement, GlobalMicroBatch, MicroBatch, fingerprint
-from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
 from deepspeed_distca.attention_server.exchange.base import Exchange
 from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
-from deepspeed_distca.attention_server.nano_batches import has_crossing, nano_layer_plan, row_cuts
-from deepspeed_distca.attention_server.overlap import PingPongPlan
+from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
 from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlannedPhase, PlanOptions
+from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.statistics import DeviceTimer, StepStatistics, TimedExchange, TimedKernel
+from deepspeed_distca.attention_server.step_plan import StepPlan
+from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.layout import Layout
@@ -104,22 +104,15 @@ class AttentionServer:
         """Name of the kernel in use, once a layer has run."""
         return next((kernel.name for kernel in self._kernels.values()), None)
 
-    def gather(self, given: MicroBatch | Exception) -> Callable[[], GlobalMicroBatch]:
-        """Collective over all ranks: see :meth:`Agreement.gather`."""
-        return self._agreement.gather(given)
+    def request(self, given: MicroBatch | Exception, device: torch.device) -> PlanRequest:
+        """Tells the other ranks about a training micro-batch. Collective over all ranks, and so is the first
+        ``result()`` of what it gives, which comes before the next request. See :meth:`Agreement.gather`."""
+        return PlanRequest(self._agreement.gather(given), self.plan, device)
 
-    def plan(self, gathered: Callable[[], GlobalMicroBatch]) -> tuple[MicroBatchPlan, float]:
+    def plan(self, everyone: GlobalMicroBatch) -> tuple[StepPlan, float]:
         """Collective over all ranks: the plan of a training micro-batch, and the divisor of its summed loss with which
-        the mean over ranks and micro-batches is the mean over all targets.
-
-        Args:
-            gathered: what :meth:`gather` gives.
-
-        Raises:
-            AgreementError: on every rank, if a rank's input is an error or the inputs do not fit together.
-        """
+        the mean over ranks and micro-batches is the mean over all targets."""
         start = time.perf_counter()
-        everyone = gathered()
         planned = [
             self._planner.plan(everyone.layout, window, phase, layers)
             for window, layers in self._layers.items()
@@ -129,23 +122,18 @@ class AttentionServer:
             self._agreement.same(fingerprint(*(p.digest for p in planned)), "the plan of a micro-batch")
         self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
         exchange = self._exchange.for_sizes(np.maximum.reduce([p.largest for p in planned]))
-        plans = {
-            window: LayerPlan(*(p.part for p in planned if p.window == window), exchange, self._side, self._watch)
-            for window in self._layers
-        }
+        parts = {window: [p.part for p in planned if p.window == window] for window in self._layers}
+        moves = any(p.sent.any() for p in planned)
+        two = {"never": False, "moved": moves, "always": True}[self._ping_pong]
+        halves = self._halves(everyone.layout, parts, exchange) if two else None
+        plans = {w: LayerPlan.whole(*both, exchange, self._side, self._watch) for w, both in parts.items()}
         if everyone.step_targets is None:
             divisor = everyone.targets / self._ranks
         else:
             divisor = everyone.step_targets / (self._ranks * self._accumulation_steps())
-        two = {
-            "never": False,
-            "moved": any(p.sent.any() for p in planned),
-            "always": True,
-        }[self._ping_pong]
-        ping_pong = self._two_nano_batches(everyone.layout, plans) if two else None
         if self._watch is not None:
             self._watch.planned(sum(self._layers.values()))
-        return MicroBatchPlan(self, plans, ping_pong), divisor or 1.0
+        return StepPlan(plans, self._kernel, halves), divisor or 1.0
 
     def plan_tick(
         self, phase: str, kinds: Sequence[tuple[Layout, int | None, int]], *, note: bool, micro_batches: int = 0
@@ -165,11 +153,12 @@ class AttentionServer:
             self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches)
         return [p.part for p in planned]
 
-    def layer_plan(self, forward: ServerPlan, backward: ServerPlan) -> LayerPlan:
-        """Two parts as layers run them."""
-        return LayerPlan(forward, backward, self._exchange, self._side, self._watch)
+    def step_plan(self, window: int | None, forward: ServerPlan, backward: ServerPlan | None) -> StepPlan:
+        """What layers of one window follow, as :meth:`plan_tick` gave their parts."""
+        plan = LayerPlan.whole(forward, backward, self._exchange, self._side, self._watch)
+        return StepPlan({window: plan}, self._kernel)
 
-    def plan_alone(self, layout: Layout) -> MicroBatchPlan:
+    def plan_alone(self, layout: Layout) -> StepPlan:
         """A plan that involves no other rank, for whole documents on this one (evaluation).
 
         Raises:
@@ -183,27 +172,25 @@ class AttentionServer:
         plans = {}
         for window in self._layers:
             part = ServerPlan(PlanCompiler(layout, home_tasks(layout, window)).rank(0))
-            plans[window] = LayerPlan(part, part, self._exchange, self._side)
-        return MicroBatchPlan(self, plans, timed=False)
+            plans[window] = LayerPlan.whole(part, part)
+        # Not timed: outside the optimizer steps, whose statistics stay as they are.
+        return StepPlan(plans, self._untimed)
 
-    def attend(
-        self, q, k, v, plan: LayerPlan, spec: AttentionSpec, kept=None, *, timed: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :func:`core_attention`; `timed` for what counts as the step's."""
-        kernel = self._kernel(q, k, v, spec) if timed else self._untimed(q, k, v, spec)
-        return core_attention(q, k, v, plan, spec, kernel, kept)
-
-    def _two_nano_batches(self, layout: Layout, plans: dict[int | None, LayerPlan]) -> PingPongPlan:
+    def _halves(self, layout: Layout, parts: dict[int | None, list[ServerPlan]], exchange: Exchange) -> StepPlan:
         """The same plans, divided in time; nobody has to agree on it, since it follows from the layout."""
         cuts = row_cuts(layout, self._granularity)
-        crossing = has_crossing(layout, cuts)
-        layers = {
-            window: nano_layer_plan(plan.forward, plan.backward, plan.exchange, cuts, window, crossing)
-            for window, plan in plans.items()
+        late = has_crossing(layout, cuts)
+        plans = {
+            window: LayerPlan(
+                two_parts(forward.plan, cuts, window, backward=False, late_keys=late),
+                two_parts(backward.plan, cuts, window, backward=True, late_keys=late),
+                exchange,
+                None,
+                self._watch,
+            )
+            for window, (forward, backward) in parts.items()
         }
-        return PingPongPlan(
-            int(cuts[self._server]), int(layout.tokens[self._server]), layers, self._kernel, self._watch
-        )
+        return StepPlan(plans, self._kernel)
 
     def _kernel(self, q, k, v, spec: AttentionSpec) -> Kernel:
         """Of a layer whose attention begins."""
@@ -250,27 +237,3 @@ class AttentionServer:
         previous = s.predicted_server_seconds or [0.0] * len(seconds)
         s.predicted_server_seconds = [a + b for a, b in zip(previous, seconds.tolist(), strict=True)]
         s.micro_batches += micro_batches
-
-
-@dataclass(frozen=True)
-class MicroBatchPlan:
-    """The plans of a micro-batch's layers, by their window, and the same in two nano-batches where that is wanted. Not
-    timed: outside the optimizer steps, whose statistics stay as they are."""
-
-    server: AttentionServer
-    layers: dict[int | None, LayerPlan]
-    ping_pong: PingPongPlan | None = None
-    timed: bool = True
-
-    def attend(self, q, k, v, spec: AttentionSpec, kept=None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Core attention of one layer: see :func:`core_attention`.
-
-        Raises:
-            ValueError: a layer with a window that was not planned.
-        """
-        if spec.window not in self.layers:
-            raise ValueError(
-                f"a layer asks for a window of {spec.window} keys, but plans were made for {list(self.layers)}; the "
-                "model's attention modules must carry their window as `sliding_window`"
-            )
-        return self.server.attend(q, k, v, self.layers[spec.window], spec, kept, timed=self.timed)

@@ -46,7 +46,6 @@ class ServerPlan:
 
     def __init__(self, plan: RankPlan) -> None:
         self.plan = plan
-        self.is_local = plan.is_local
         self.local = self._home(plan.local)
         self.remote = self._work(plan.remote)
         self.waves = [self._work(plan.remote.take(index)) for index in plan.waves]
@@ -56,18 +55,15 @@ class ServerPlan:
         self.kv_in_direct = _incoming(plan.kv_in[plan.kv_in_direct], plan.rank)[0]
         self.kv_out_direct = _runs(plan.kv_out[plan.kv_out_direct])
         self.relay_in, self.relay_out = _runs(plan.relay_in), _runs(plan.relay_out)
+        runs = (self.q_in, self.q_keep, self.q_out, self.kv_in, self.kv_keep, self.kv_out)
+        #: nothing to send, receive or copy: the kernel runs on q, k and v as they are
+        self.is_local = not len(self.remote) and not any(runs)
 
     def _home(self, tasks: TaskRanges) -> TaskBatch:
         return _batch(tasks, self.plan.home_rows, self.plan.home_rows)
 
     def _work(self, tasks: TaskRanges) -> TaskBatch:
         return _batch(tasks, self.plan.work_q_rows, self.plan.work_kv_rows)
-
-    @cached_property
-    def covers_home(self) -> bool:
-        """The tasks in place write every query row and every key row of the home buffers."""
-        rows = self.plan.home_rows
-        return int(self.plan.local.q_len.sum()) == rows and int(self.plan.local.k_len.sum()) == rows
 
     @cached_property
     def returned(self) -> list[Run]:

@@ -22,6 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from deepspeed_distca.attention_server.agreement import MicroBatch
+from deepspeed_distca.attention_server.plan_request import PlanRequest
+from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.huggingface.attention_function import (
     FIRST,
     KEPT,
@@ -43,7 +46,6 @@ from deepspeed_distca.layout import Layout
 
 __all__ = [
     "DecoderHooks",
-    "Description",
     "Planner",
     "UnsupportedModelError",
     "attention_modules",
@@ -72,25 +74,14 @@ class Planner(Protocol):
 
     place: tuple[int, int]
 
-    def plan(self, description: Description | Exception, device: torch.device) -> tuple[Plan, torch.Tensor]:
-        """Collective: the plan of a training micro-batch, and the divisor of its summed loss, a scalar on the device
-        that has its value once the plan was used. An error may come with the plan's first use."""
+    def request(self, given: MicroBatch | Exception, device: torch.device) -> PlanRequest:
+        """Collective: asks for the plan of a training micro-batch. An error may come with the plan's first use."""
 
-    def plan_alone(self, layout: Layout, device: torch.device) -> Plan:
+    def plan_alone(self, layout: Layout) -> StepPlan:
         """Everything on this rank, without a word to the others: for evaluation."""
 
     def failed(self, error: BaseException) -> None:
         """A forward failed after its plan was asked for: the other ranks must know, and are not to wait for it."""
-
-
-@dataclass(frozen=True)
-class Description:
-    """A micro-batch as its batch describes it: see :class:`deepspeed_distca.attention_server.agreement.MicroBatch`."""
-
-    layout: Layout
-    targets: int
-    step_targets: int | None
-    tokens_digest: int = 0
 
 
 @dataclass
@@ -230,21 +221,21 @@ class DecoderHooks:
                 digest=self._compared < _COMPARED,
                 say=self._say,
             )
-            given: Description | Exception = Description(
+            given: MicroBatch | Exception = MicroBatch(
                 admitted.layout, admitted.targets, admitted.step_targets, admitted.tokens_digest
             )
         except Exception as error:  # whatever it is, all ranks must know
             given = error
         self._compared += 1
-        plan, divisor = self._planner.plan(given, device)
+        plan = self._planner.request(given, device)
         arguments = admitted.arguments
         self._running = _Forward(training=True, nothing=admitted.nothing)
         weighing = self._weight_loss and arguments.get("labels") is not None
         if weighing and arguments.get("num_items_in_batch") is None:
             if self._contract.weighting == "num_items_in_batch":
-                arguments["num_items_in_batch"] = divisor
+                arguments["num_items_in_batch"] = plan.divisor
             elif self._contract.weighting == "mean":
-                self._running.weight = admitted.targets, divisor
+                self._running.weight = admitted.targets, plan.divisor
         return plan, admitted, self._countable(arguments, admitted)
 
     def _evaluation(
@@ -254,7 +245,7 @@ class DecoderHooks:
         if cached or kwargs.get("output_attentions") or not names_documents(kwargs):
             return None
         admitted = admit(kwargs, self._contract, self._limits, place=self._planner.place, count=False, say=self._say)
-        plan = self._planner.plan_alone(admitted.layout, device)
+        plan = self._planner.plan_alone(admitted.layout)
         self._running = _Forward(training=False, nothing=admitted.nothing)
         return plan, admitted, self._countable(admitted.arguments, admitted)
 

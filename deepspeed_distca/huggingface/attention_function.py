@@ -15,6 +15,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from deepspeed_distca.attention_server.nano_batches import HalfPlan
+from deepspeed_distca.attention_server.plan_request import PlanRequest
+from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 
@@ -31,13 +34,8 @@ class UnsupportedModelError(ValueError):
     """A model, or an argument of its forward, whose attention the plugin cannot honour exactly."""
 
 
-class Plan(Protocol):
-    """What the attention function needs of a micro-batch's plan."""
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token-major q, k, v to (out [T, heads, v_head_dim], lse [heads, T])."""
+#: What a layer may get as its plan: of a whole micro-batch, made or asked for, or of a half of one.
+Plan = StepPlan | PlanRequest | HalfPlan
 
 
 class Witness(Protocol):
@@ -115,7 +113,9 @@ def distca_attention(
     spec = AttentionSpec(head_dim**-0.5 if scaling is None else float(scaling), sliding_window, softcap)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     kept: KeptAttention | None = kwargs.get(KEPT)
-    if s_aux is not None and getattr(plan, "hands_over", False):
+    if isinstance(plan, PlanRequest):
+        plan = plan.result()  # a collective, in the first layer of a micro-batch
+    if s_aux is not None and isinstance(plan, HalfPlan):
         s_aux = s_aux.clone()  # ZeRO-3 may free the parameter while the other nano-batch runs
     out, lse = plan.attend(q, k, v, spec) if kept is None else kept.attend(module, plan, q, k, v, spec)
     if s_aux is not None:

@@ -11,51 +11,59 @@ Nothing depends on finding something: where nothing was kept, core attention is 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from deepspeed_distca.attention_server.nano_batches import HalfPlan
+from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
-
-
-class Plan(Protocol):
-    """What is needed of a micro-batch's plan: see ``MicroBatchPlan``."""
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        spec: AttentionSpec,
-        kept: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Core attention of one layer, or what was kept of it, with its gradient."""
 
 
 class KeptAttention:
     """What is kept of one micro-batch: out [T, heads, v_head_dim] and lse [heads, T] of every checkpointed layer, each
-    until its recomputation."""
+    until its recomputation.
 
-    def __init__(self) -> None:
+    Args:
+        always: keep that of every layer, and have it for every further call. For pipelines, whose stages do not
+            recompute at the same time: a layer that exchanged rows again would find nobody there.
+    """
+
+    def __init__(self, *, always: bool = False) -> None:
+        self._always = always
         #: By attention module, from its first call on; None: there is nothing (any more) to be used.
         self._kept: dict[nn.Module, _Kept | None] = {}
 
     def attend(
-        self, module: nn.Module, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+        self,
+        module: nn.Module,
+        plan: StepPlan | HalfPlan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Core attention of a module: computed in a first pass, taken from what was kept in its recomputation."""
         # Selective checkpointing matches the operations of the two passes by counting them, and those of core
         # attention are in one pass only: it may see them in neither.
         with _disable_current_modes():
-            if _in_backward():
+            if self._always and module in self._kept:
+                kept = self._kept[module].result()
+                if kept is None:
+                    raise RuntimeError(
+                        f"{type(module).__name__} changed the result of core attention in place, and asks for it "
+                        "again in recomputation; change a copy, or do without activation checkpointing"
+                    )
+                return plan.attend(q, k, v, spec, kept)
+            if _in_backward() and not self._always:
                 kept, self._kept[module] = self._kept.get(module), None
                 return plan.attend(q, k, v, spec, kept.result() if kept else None)
             again = module in self._kept
             out, lse = plan.attend(q, k, v, spec, None)
             # Of a module that was called twice nobody could tell which call is recomputed.
-            keep = _in_checkpoint() and not again
+            keep = self._always or (_in_checkpoint() and not again)
             self._kept[module] = _Kept.of(out, lse) if keep else None
             return out, lse
 

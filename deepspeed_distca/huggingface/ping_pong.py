@@ -20,8 +20,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from deepspeed_distca.attention_server.overlap import NanoPair, PingPongPlan
-from deepspeed_distca.attention_server.pending import PendingPlan
+from deepspeed_distca.attention_server.nano_batches import NanoPair
+from deepspeed_distca.attention_server.plan_request import PlanRequest
+from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS, UnsupportedModelError
 from deepspeed_distca.huggingface.decoders import base_of
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
@@ -29,7 +30,6 @@ from deepspeed_distca.huggingface.row_rope import row_rules
 from deepspeed_distca.huggingface.turns import Turns
 
 _OTHERWISE = 'Set `distca.overlap` to "local_first"'
-#: Kinds of rotary embeddings that depend on the longest position of a row, which its halves do not share.
 
 
 class PingPong:
@@ -91,28 +91,28 @@ class PingPong:
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         plan = kwargs.get(PLAN)
-        if not isinstance(plan, PendingPlan) or not torch.is_grad_enabled():
+        if not isinstance(plan, PlanRequest) or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)  # not a training forward
-        ping_pong: PingPongPlan | None = None
+        halves_plan: StepPlan | None = None
         if self.seen and kwargs.get(WITNESS) is None:
-            ping_pong = plan.result().ping_pong
+            halves_plan = plan.result().halves
         else:
             _refuse_reentrant(self.base)
-        self.split = ping_pong is not None
-        if ping_pong is None:
+        self.split = halves_plan is not None
+        if halves_plan is None:
             output = self._forward(*args, **kwargs)
             self.seen = True
             return output
         kwargs = {**self._signature.bind_partial(*args).arguments, **kwargs}
         rows = self._rows(kwargs)
         batch, tokens = rows.shape[:2]
-        if batch * tokens != ping_pong.rows:
-            raise ValueError(f"the plan was made for {ping_pong.rows} tokens, got {batch} x {tokens}")
-        halves = self._halves(kwargs, rows, ping_pong.cut)
-        outputs = self._both(halves, ping_pong, rows.device)
-        return _merge(outputs, (ping_pong.cut, ping_pong.rows - ping_pong.cut), (batch, tokens))
+        planned = halves_plan.rows
+        if batch * tokens != sum(planned):
+            raise ValueError(f"the plan was made for {sum(planned)} tokens, got {batch} x {tokens}")
+        outputs = self._both(self._halves(kwargs, rows, planned[0]), halves_plan, rows.device)
+        return _merge(outputs, planned, (batch, tokens))
 
-    def _both(self, halves: tuple[dict, dict], plan: PingPongPlan, device: torch.device) -> tuple[Any, Any]:
+    def _both(self, halves: tuple[dict, dict], plan: StepPlan, device: torch.device) -> tuple[Any, Any]:
         turns = Turns(device)
         pair = NanoPair(plan, self._hand_over(turns))
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from deepspeed_distca.huggingface.attention_function import PLAN, Plan
+from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, Plan
+from deepspeed_distca.huggingface.kept_attention import KeptAttention
 
 Activations = tuple[torch.Tensor, torch.Tensor]
 IGNORE_INDEX = -100
@@ -27,11 +28,13 @@ class StageContext:
 
     Attributes:
         plans: while a planned micro-batch runs, forward or backward, the plan of each of the stage's decoder layers.
+        kept: what is kept of its attention for recomputation, if it is trained on.
     """
 
     def __init__(self, config: Any, rotary: nn.Module) -> None:
         self.config = config
         self.plans: list[Plan] | None = None
+        self.kept: KeptAttention | None = None
         self._rotary = rotary
 
     def rotary(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +80,8 @@ class DecoderLayer(nn.Module):
             arguments["attention_mask"] = self._mask(hidden_states, position_ids)
         else:
             arguments[PLAN] = self.context.plans[self.index]
+            if self.context.kept is not None:
+                arguments[KEPT] = self.context.kept
         output = self.layer(
             hidden_states,
             position_ids=position_ids,

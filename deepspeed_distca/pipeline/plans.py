@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from deepspeed_distca.attention_server.core_attention import LayerPlan
+from deepspeed_distca.attention_server.parts import Parts
 from deepspeed_distca.attention_server.server import AttentionServer
 from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.pipeline.batches import over_grid
 from deepspeed_distca.pipeline.schedule import Tick
@@ -66,55 +67,19 @@ class Slots:
         return len(self.kind_of)
 
 
-class _LaterPart:
-    """A rank's part of a plan that is not made yet: what autograd holds of a micro-batch until its backward tick."""
-
-    def __init__(self) -> None:
-        self.part: ServerPlan | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if self.__dict__.get("part") is None:
-            raise AttributeError(f"the backward tick of this micro-batch is not planned yet ({name})")
-        return getattr(self.part, name)
-
-
-class LayerAttention:
-    """Core attention of one layer for one micro-batch; what the layer gets as its plan.
-
-    The first call computes. Its out and lse are kept, so that a second one, which is recomputation in backward,
-    exchanges nothing: recomputation does not happen at the same time on all ranks. Without activation checkpointing
-    autograd holds them anyway.
-    """
-
-    def __init__(self, server: AttentionServer, plan: LayerPlan, window: int | None, keep: bool) -> None:
-        self._server, self._plan, self._window, self._keep = server, plan, window, keep
-        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def attend(self, q, k, v, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :func:`core_attention`.
-
-        Raises:
-            ValueError: a window that was not planned.
-        """
-        if spec.window != self._window:
-            raise ValueError(f"a layer asks for a window of {spec.window} keys, but {self._window} was planned")
-        out, lse = self._server.attend(q, k, v, self._plan, spec, self._kept)
-        if self._keep and self._kept is None:
-            self._kept = out.detach(), lse.detach()
-        return out, lse
-
-
 @dataclass
 class MicroBatchAttention:
     """All layers of this stage for one micro-batch.
 
     Attributes:
-        layers: by layer of the stage.
-        backward: by kind, the parts that are filled in when the backward tick comes.
+        plans: by kind; None where the stage has no such layer. Their backward parts follow when its tick comes.
+        layers: by layer of the stage, its plan.
+        kept: what recomputation takes in the place of another exchange.
     """
 
-    layers: list[LayerAttention]
-    backward: list[_LaterPart] = field(repr=False)
+    plans: list[StepPlan | None]
+    layers: list[StepPlan]
+    kept: KeptAttention | None
 
 
 class TickPlanner:
@@ -180,13 +145,19 @@ class TickPlanner:
         Args:
             keep: there will be a backward, and perhaps recomputation in it.
         """
-        later = [_LaterPart() for _ in self._slots.kinds]
-        layers = []
-        for slot in range(self._layers):
-            kind = self._slots.kind_of[slot]
-            plan = self._server.layer_plan(forward[kind], later[kind])
-            layers.append(LayerAttention(self._server, plan, self._slots.kinds[kind].window, keep))
-        return MicroBatchAttention(layers, later)
+        kinds = self._slots.kinds
+        plans = [
+            None if part is None else self._server.step_plan(kind.window, part, None)
+            for kind, part in zip(kinds, forward, strict=True)
+        ]
+        layers = [plans[self._slots.kind_of[slot]] for slot in range(self._layers)]
+        return MicroBatchAttention(plans, layers, KeptAttention(always=True) if keep else None)
+
+    def begin_backward(self, attention: MicroBatchAttention, parts: list[ServerPlan | None]) -> None:
+        """The backward tick of a micro-batch has come, and this rank's parts of it."""
+        for kind, plan, part in zip(self._slots.kinds, attention.plans, parts, strict=True):
+            if plan is not None and part is not None:
+                plan.layer(kind.window).backward = Parts.whole(part)
 
     def serve_forward(self, parts: list[ServerPlan | None], first: int) -> None:
         """Takes part in the exchange of the slots from ``first`` on, without rows of its own."""
@@ -195,8 +166,8 @@ class TickPlanner:
             part = parts[kind]
             if part is not None and not part.is_local:
                 with torch.no_grad():
-                    plan = self._server.layer_plan(part, part)
-                    self._server.attend(self._q, self._k, self._v, plan, self._specs[kind])
+                    spec = self._specs[kind]
+                    self._server.step_plan(spec.window, part, None).attend(self._q, self._k, self._v, spec)
 
     def serve_backward(self, parts: list[ServerPlan | None], first: int) -> None:
         """The same in backward, where slots come in reverse order."""
@@ -208,6 +179,6 @@ class TickPlanner:
             q, k, v = (t.detach().requires_grad_() for t in (self._q, self._k, self._v))
             with torch.enable_grad():
                 # An out of no rows, "kept" from a forward that never was, whose backward serves the others.
-                plan, kept = self._server.layer_plan(part, part), (self._out, self._lse)
-                out, _ = self._server.attend(q, k, v, plan, self._specs[kind], kept)
+                spec, kept = self._specs[kind], (self._out, self._lse)
+                out, _ = self._server.step_plan(spec.window, part, part).attend(q, k, v, spec, kept)
             out.backward(torch.zeros_like(out))

@@ -369,8 +369,7 @@ class PipelineRuntime:
 
     def _backward(self, buffer_id: int) -> None:
         attention = self._open.pop(self._micro_batch())
-        for later, part in zip(attention.backward, self._parts, strict=True):
-            later.part = part
+        self._planner.begin_backward(attention, self._parts)
         self._planner.serve_backward(self._parts, self._layers)
         with self._with_plans(attention):
             self._backward_pass(self._engine, buffer_id)
@@ -389,11 +388,12 @@ class PipelineRuntime:
         """Layers that run in here, for the first time or in recomputation, follow these plans."""
         context, config = self._module.context, self._module.config
         ordinary = config._attn_implementation
-        context.plans, config._attn_implementation = attention.layers, NAME
+        context.plans, context.kept = attention.layers, attention.kept
+        config._attn_implementation = NAME
         try:
             yield
         finally:
-            context.plans = None
+            context.plans = context.kept = None
             config._attn_implementation = "sdpa" if ordinary in (NAME, FIRST) else ordinary
 
 

@@ -229,7 +229,7 @@ def test_the_exchange_is_told_what_either_phase_moves() -> None:
     layout = Layout.from_lengths([[65536], [4096] * 16, [2048] * 32])
     exchange = NoExchange()
     server = lone_server(NVLINK, PlanOptions(0.005, 128, None, None), exchange)
-    plan, _ = server.plan(lambda: GlobalMicroBatch(layout, 1, None))
+    plan, _ = server.plan(GlobalMicroBatch(layout, 1, None))
     (sizes,) = exchange.sizes
     expected = np.zeros((3, 3), dtype=np.int64)
     for phase in ("forward", "backward"):

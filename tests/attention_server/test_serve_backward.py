@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed_distca.attention_server.core_attention import _serve_backward
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
+from deepspeed_distca.attention_server.parts import Parts
 from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.steps import WorkspaceGradients, serve_backward
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
@@ -47,9 +48,16 @@ def test_sums_are_rounded_once(ranges: int) -> None:
     out, lse = exact.forward(q, k, v, tasks, spec)
     stats = torch.stack([lse.t(), (dout.float() * out.float()).sum(-1)], dim=1)
 
-    dq, dk, dv = _serve_backward(plan, RoundedGradients(), spec, dout, q, k, v, stats)
-    expected = _serve_backward(plan, exact, spec, dout, q, k, v, stats)
-    assert dk.dtype == dv.dtype == torch.bfloat16 and torch.equal(dq, expected[0])
+    def served(kernel, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        sums = WorkspaceGradients(Parts.whole(plan), k, v, kernel.grad_dtype(dtype))
+        return serve_backward(0, [q, dout, stats, k, v], sums, spec, kernel), *sums.totals
+
+    dq, dk, dv = served(RoundedGradients(), q.dtype)
+    expected = served(exact, q.dtype)
+    # The sum of more than two is kept wide until it is sent.
+    assert dk.dtype == dv.dtype == (torch.bfloat16 if ranges == 2 else torch.float32)
+    dk, dv = dk.bfloat16(), dv.bfloat16()
+    assert torch.equal(dq, expected[0])
     # Rows that the first call does not write: of the longest task only, so that two roundings are all there are.
     shorter = int(tasks.k_len[:-1].max())
     for found, wanted in zip((dk, dv), expected[1:], strict=True):

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
+from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
 from deepspeed_distca.attention_server.kernels import make_kernel
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
+from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
@@ -70,7 +71,7 @@ def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
             worst["relayed"] += len(compiler.relayed())
             plans.append(ServerPlan(compiler.rank(rank)))
         exchange.early = bool(rng.random() < 0.5)
-        plan = LayerPlan(*plans, exchange, SideStream() if rng.random() < 0.5 else None)
+        plan = LayerPlan.whole(*plans, exchange, SideStream() if rng.random() < 0.5 else None)
         _one(layout, plan, spec, kernel, rank, (q_heads, kv_heads, dim, v_dim), rng, worst, getattr(torch, dtype))
     dist.barrier()
     return worst
@@ -137,7 +138,7 @@ def _alone(tensors, grads, use_lse: bool, spec: AttentionSpec, kernel) -> dict[s
     layout = Layout.from_lengths([[len(tensors[0])]])
     part = ServerPlan(PlanCompiler(layout, home_tasks(layout, spec.window)).rank(0))
     leaves = [t.clone().requires_grad_() for t in tensors]
-    out, lse = core_attention(*leaves, LayerPlan(part, part, None, None), spec, kernel)
+    out, lse = core_attention(*leaves, LayerPlan.whole(part, part), spec, kernel)
     loss = (out * grads[0]).sum() + ((lse * grads[1]).sum() if use_lse else 0.0)
     dq, dk, dv = torch.autograd.grad(loss, leaves)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepspeed_distca
 from deepspeed_distca import Layout
-from deepspeed_distca.attention_server import core_attention, phase_planner
+from deepspeed_distca.attention_server import phase_planner, steps
 from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
 from deepspeed_distca.attention_server.statistics import TimedKernel
 from deepspeed_distca.data.from_layout import batch_from_layout
@@ -118,7 +118,7 @@ def counting() -> Iterator[Counter]:
 
     with ExitStack() as stack:
         for name, owner, attribute in (
-            ("attention", core_attention, "_forward"),
+            ("attention", steps.ForwardSteps, "serve"),
             ("kernels", TimedKernel, "forward"),
             ("exchanges", PeerToPeerExchange, "start"),
         ):

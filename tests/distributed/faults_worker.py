@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import deepspeed_distca
 from deepspeed_distca import engine_hooks
-from deepspeed_distca.attention_server import core_attention, nano_steps
+from deepspeed_distca.attention_server import steps
 from tests.distributed import pipeline_worker
 from tests.distributed.engine_worker import VOCABULARY, ds_config, tiny_llama
 
@@ -159,13 +159,9 @@ def plant(fault: Fault, engine: Any) -> None:
         output.register_hook(lambda gradient: fault("backward"))
 
     model.layers[0].mlp.register_forward_hook(of_gradient)
-    backward, serve, step = core_attention._backward, nano_steps.BackwardSteps.serve, engine._take_model_step
+    serve, step = steps.BackwardSteps.serve, engine._take_model_step
 
     def attention_backward(*args: Any) -> Any:
-        fault("attention backward")
-        return backward(*args)
-
-    def nano_serve(*args: Any) -> Any:
         fault("attention backward")
         return serve(*args)
 
@@ -173,11 +169,7 @@ def plant(fault: Fault, engine: Any) -> None:
         fault("step")
         return step(*args, **options)
 
-    core_attention._backward, nano_steps.BackwardSteps.serve, engine._take_model_step = (
-        attention_backward,
-        nano_serve,
-        take_step,
-    )
+    steps.BackwardSteps.serve, engine._take_model_step = attention_backward, take_step
 
 
 if __name__ == "__main__":

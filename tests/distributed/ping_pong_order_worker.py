@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-from deepspeed_distca.attention_server import nano_steps
+from deepspeed_distca.attention_server import steps
 from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
 from deepspeed_distca.attention_server.statistics import TimedKernel
 from deepspeed_distca.data.from_layout import batch_from_layout
@@ -65,7 +65,7 @@ class _Log:
                 handles.append(module.register_forward_hook(forward))
                 handles.append(module.register_full_backward_hook(self._linear_backward))
         with ExitStack() as stack:
-            for owner, phase in ((nano_steps.ForwardSteps, "forward"), (nano_steps.BackwardSteps, "backward")):
+            for owner, phase in ((steps.ForwardSteps, "forward"), (steps.BackwardSteps, "backward")):
                 for stage in ("dispatch", "serve", "collect" if phase == "forward" else "gradients"):
                     stack.enter_context(_around(owner, stage, functools.partial(self._in_stage, phase, stage)))
             for name in ("forward", "backward"):

@@ -16,13 +16,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import safe_get_full_grad
 
 import deepspeed_distca
-from deepspeed_distca.attention_server.core_attention import LayerPlan
 from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
 from deepspeed_distca.attention_server.kernels import make_kernel
-from deepspeed_distca.attention_server.nano_batches import has_crossing, nano_layer_plan, row_cuts
-from deepspeed_distca.attention_server.overlap import NanoPair, PingPongPlan
+from deepspeed_distca.attention_server.nano_batches import NanoPair
+from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
+from deepspeed_distca.attention_server.step_plan import StepPlan
+from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.huggingface.turns import Turns
@@ -66,11 +67,14 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
             compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
             worst["relayed"] += len(compiler.relayed())
             plans.append(ServerPlan(compiler.rank(rank)))
-        layer = nano_layer_plan(*plans, exchange, cuts, spec.window, crossing)
-        worst["shared"] += len(layer.backward.parts[0].shared)
-        ping_pong = PingPongPlan(int(cuts[rank]), int(layout.tokens[rank]), {spec.window: layer}, lambda *_: kernel)
+        divided = [
+            two_parts(plan.plan, cuts, spec.window, backward=backward, late_keys=crossing)
+            for plan, backward in zip(plans, (False, True), strict=True)
+        ]
+        worst["shared"] += len(divided[1].parts[0].shared)
+        ping_pong = StepPlan({spec.window: LayerPlan(*divided, exchange, None)}, lambda *_: kernel)
         shape = *[(4, 2), (2, 2), (3, 1)][int(rng.integers(3))], *[(8, 8), (16, 8)][int(rng.integers(2))]
-        plan = LayerPlan(*plans, exchange, SideStream())
+        plan = LayerPlan.whole(*plans, exchange, SideStream())
 
         def attend(q, k, v, plan, spec, kernel, ping_pong=ping_pong):
             return in_two(q, k, v, ping_pong, spec)
@@ -80,13 +84,14 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
     return worst
 
 
-def in_two(q, k, v, ping_pong: PingPongPlan, spec: AttentionSpec):
+def in_two(q, k, v, ping_pong: StepPlan, spec: AttentionSpec):
     """Core attention of a rank's rows by two nano-batches, as two halves of a model would ask for it."""
     turns = Turns(CPU)
     pair = NanoPair(ping_pong, turns.hand_over)
 
     def half(nano: int):
-        rows = slice(0, ping_pong.cut) if nano == 0 else slice(ping_pong.cut, None)
+        cut = ping_pong.rows[0]
+        rows = slice(0, cut) if nano == 0 else slice(cut, None)
         real = len(q[rows])
         given = [t[rows] if real else torch.cat([t[:0], t.new_zeros((1, *t.shape[1:]))]) for t in (q, k, v)]
         out, lse = pair.plans[nano].attend(*given, spec)

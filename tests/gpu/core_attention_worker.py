@@ -7,12 +7,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
+from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from deepspeed_distca.attention_server.exchange.peer_copy.copies import PeerCopyExchange
 from deepspeed_distca.attention_server.kernels import make_kernel, select_kernel
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
+from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout, Segment
 from deepspeed_distca.scheduler.balance import balance
@@ -61,7 +62,7 @@ def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", stag
             sizes += compiler.bytes_between(Heads(Q_HEADS, KV_HEADS, DIM), phase)
         moves = moves.for_sizes(np.maximum.reduce(sizes))
         for local_first in (False, True):
-            plan = LayerPlan(*plans, moves, side if local_first else None)
+            plan = LayerPlan.whole(*plans, moves, side if local_first else None)
             errors = _case(layout, plan, spec, chosen, rank, device, seed)
             results.append(
                 {"case": f"{name}, local_first {local_first}", "kernel": chosen.name, "relayed": relayed, **errors}
@@ -92,7 +93,7 @@ def _case(layout: Layout, plan: LayerPlan, spec, kernel, rank: int, device, seed
     for d, tensors in whole.items():
         layout_d = Layout.from_lengths([[lengths[d]]])
         part = ServerPlan(PlanCompiler(layout_d, home_tasks(layout_d, spec.window)).rank(0))
-        local = LayerPlan(part, part, None, None)
+        local = LayerPlan.whole(part, part)
         alone[d] = [
             _run(*(t.to(dtype) for t in tensors), local, spec, k)
             for dtype, k in ((torch.float32, make_kernel("reference")), (torch.bfloat16, kernel))

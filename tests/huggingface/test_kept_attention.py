@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from deepspeed_distca.attention_server import core_attention
 from deepspeed_distca.attention_server.server import PlanOptions
+from deepspeed_distca.attention_server.steps import ForwardSteps
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.layout import Layout
@@ -63,13 +63,13 @@ def layers():
 @pytest.fixture
 def computed(monkeypatch) -> list[int]:
     """Grows by one with every forward of core attention."""
-    calls, forward = [], core_attention._forward
+    calls, forward = [], ForwardSteps.serve
 
     def count(*arguments):
         calls.append(1)
         return forward(*arguments)
 
-    monkeypatch.setattr(core_attention, "_forward", count)
+    monkeypatch.setattr(ForwardSteps, "serve", count)
     return calls
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deepspeed_distca.attention_server.nano_batches import has_crossing, nano_phase, row_cuts
+from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler, TaskRanges
 from tests.distributed.random_plans import random_layout, random_tasks
@@ -76,7 +76,7 @@ def test_no_pair_of_rows_is_lost_or_counted_twice(seed: int, window: int | None)
     for rank in range(3):
         whole = compiler.rank(rank)
         for backward in (False, True):
-            phase = nano_phase(whole, cuts, window, backward=backward)
+            phase = two_parts(whole, cuts, window, backward=backward, late_keys=False)
             local = [
                 pair
                 for part in phase.parts

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one layer's core attention does in forward and in backward, step by step: dispatch, serve, collect.
+
+The rows of a micro-batch are in one part, or in two (nano-batches). The steps are the same: rows leave for their
+servers, tasks are computed in place and in the workspace, results come home. With two parts both have dispatched
+before either is served; who calls says when.
+
+Home keeps q, k, v, out and lse of its own tokens, as attention always does; the servers keep nothing between forward
+and backward, so memory does not depend on the plan and backward may follow another plan than forward.
+
+In backward a server needs, beside q, k and v, the gradient of out and two numbers per query row and head: lse and
+delta = rowsum(dout * out) - dlse. Home computes delta and sends it in the place of out, which is head_dim / 2 times
+larger in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, Pending
+from deepspeed_distca.attention_server.kernels import Kernel
+from deepspeed_distca.attention_server.parts import Part, Parts
+from deepspeed_distca.attention_server.row_dots import row_dots
+from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.side_stream import SideStream
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.transfers import (
+    accumulate,
+    add_rows,
+    consecutive,
+    dispatch,
+    give_back,
+    moved_delta,
+    stats_dtype,
+    take_back,
+)
+from deepspeed_distca.attention_server.watch import Watch
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class LayerPlan:
+    """How the layers of one kind (one window) compute core attention for a micro-batch.
+
+    Attributes:
+        forward, backward: this rank's part of the plan of either phase. A pipeline knows the latter only when the
+            micro-batch's backward comes: None until then.
+        exchange: how rows travel.
+        side: where tasks in the workspace run, so that those at home hide the exchange; None: wait for it. Two parts
+            do without: each hides its exchange under the other one.
+        watch: tells the other ranks when a layer fails in backward.
+    """
+
+    forward: Parts
+    backward: Parts | None
+    exchange: Exchange
+    side: SideStream | None
+    watch: Watch | None = None
+
+    @classmethod
+    def whole(
+        cls,
+        forward: ServerPlan,
+        backward: ServerPlan | None,
+        exchange: Exchange | None = None,
+        side: SideStream | None = None,
+        watch: Watch | None = None,
+    ) -> LayerPlan:
+        """All rows in one part; no exchange where nothing travels."""
+        backward = None if backward is None else Parts.whole(backward)
+        return cls(Parts.whole(forward), backward, exchange, side, watch)
+
+
+class _Steps:
+    """What both phases have in common: the workspace, what is under way, and what runs beside what."""
+
+    def __init__(self, plan: LayerPlan, phase: Parts, spec: AttentionSpec, kernel: Kernel) -> None:
+        self._phase, self._exchange, self._spec, self._kernel = phase, plan.exchange, spec, kernel
+        self._side = None if phase.divided else plan.side
+        self._waits_first = plan.side is None and not phase.divided
+        self._work: list[torch.Tensor] = []
+        self._dispatched: list[Pending | None] = [None, None]
+        self._returning: list[Pending | None] = [None, None]
+
+    def _make_work(self, queries: list[torch.Tensor], keys: list[torch.Tensor]) -> None:
+        """A workspace for rows like these. With two parts it starts from zero: rows of the other one may be on their
+        way while a tile that reaches into them is loaded, and what a kernel loads must be finite."""
+        plan = self._phase.parts[0].server.plan
+        new = torch.Tensor.new_zeros if self._phase.divided else torch.Tensor.new_empty
+        for rows, tensors in ((plan.work_q_rows, queries), (plan.work_kv_rows, keys)):
+            self._work += [new(t, (rows, *t.shape[1:])) for t in tensors]
+
+    def _arrived(self, i: int) -> None:
+        """Waits for the rows that tasks of part i read in the workspace."""
+        for j, pending in enumerate(self._dispatched):
+            if pending is not None and (j == i or self._phase.parts[i].needs_other):
+                pending.wait()
+
+    def _run(self, i: int, at_home: Callable[[], None], away: Callable[[], Result], device: torch.device) -> Result:
+        """Tasks in place and tasks in the workspace, beside each other where there are both a side stream and the
+        latter. A rank without any in its workspace only waits for its results, behind its own tasks: NCCL's receive
+        would hold multiprocessors until they come."""
+        if self._side is not None and len(self._phase.parts[i].server.remote):
+            return self._side.run(at_home, away, device)
+        if self._waits_first:
+            self._arrived(i)
+        at_home()
+        return away()
+
+    def _keys_in_place(self, part: Part, i: int, both: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple:
+        """Keys and values for tasks in place: a document in two parts has its first ones in part 0."""
+        if part.k_first == part.first:
+            return both[i]
+        return tuple(torch.cat([first[part.k_first :], second]) for first, second in zip(*both, strict=True))
+
+
+class ForwardSteps(_Steps):
+    """Forward of one layer: for each part dispatch, serve, collect."""
+
+    def __init__(self, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> None:
+        super().__init__(plan, plan.forward, spec, kernel)
+        self._q: list[torch.Tensor | None] = [None, None]
+        self._keys: list = [None, None]  # (k, v)
+        self._results: list = [None, None]  # (out, lse, lse of rows that come back)
+
+    def dispatch(self, i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Rows of part i leave for the servers.
+
+        Args:
+            q: [rows, q_heads, head_dim]; k: [rows, kv_heads, head_dim]; v: [rows, kv_heads, v_head_dim]; contiguous.
+        """
+        p = self._phase.parts[i].server
+        self._q[i], self._keys[i] = q, (k, v)
+        if p.is_local:
+            return
+        if not self._work:
+            self._make_work([q], [k, v])
+        q_work, k_work, v_work = self._work
+        self._dispatched[i] = dispatch(self._exchange, p, [(q, q_work)], [(k, k_work), (v, v_work)])
+
+    def serve(self, i: int) -> None:
+        """Tasks of part i, at home and in the workspace; results leave."""
+        part, q = self._phase.parts[i], self._q[i]
+        p, spec, kernel = part.server, self._spec, self._kernel
+        k, v = self._keys_in_place(part, i, self._keys)
+        out = q.new_empty((len(q), q.shape[1], v.shape[2]))
+        lse = q.new_empty((q.shape[1], len(q)), dtype=stats_dtype(q))
+
+        def at_home() -> None:
+            if len(part.local):
+                kernel.forward(q, k, v, part.local, spec, out, lse)
+
+        if p.is_local:
+            self._results[i] = out, lse, None
+            return at_home()
+
+        lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
+        stats = list(consecutive(lse_back, p.returned))
+        returning = self._exchange.expect([*take_back(out, p.q_out), *stats[: len(p.q_out)]], sends=bool(p.q_in))
+
+        def away() -> tuple:
+            self._arrived(i)
+            out_work = lse_work = None
+            results: Messages = []
+            if len(p.remote):
+                out_work, lse_work = kernel.forward(*self._work, p.remote, spec)
+                lse_work = _transposed(lse_work)
+                results = [*give_back(out_work, p.q_in), *give_back(lse_work, p.q_in)]
+            return out_work, lse_work, results, returning.start(results) if self._exchange.early else None
+
+        out_work, lse_work, results, giving_back = self._run(i, at_home, away, q.device)
+        self._returning[i] = giving_back or returning.start(results)
+        for run, (_, row) in zip(p.q_keep, stats[len(p.q_out) :], strict=True):
+            out[run.at_home].copy_(out_work[run.at_work])
+            row.copy_(lse_work[run.at_work])
+        self._results[i] = out, lse, lse_back
+        if i == len(self._phase.parts) - 1:
+            self._work = []
+
+    def collect(self, i: int) -> tuple[torch.Tensor, ...]:
+        """q, k, v, out [rows, q_heads, v_head_dim] and lse [q_heads, rows] of part i, once its results are there."""
+        out, lse, lse_back = self._results[i]
+        if lse_back is not None:
+            self._returning[i].wait()
+            lse.index_copy_(1, self._phase.parts[i].server.returned_rows(out.device), lse_back.t())
+        q, (k, v) = self._q[i], self._keys[i]
+        self._results[i] = None
+        return q, k, v, out, lse
+
+
+@dataclass
+class Given:
+    """What backward has of a part: its rows, their results, and the gradients of these (dlse None: not used)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+
+
+class BackwardSteps(_Steps):
+    """Backward of one layer, the last part first: for each part dispatch, serve, gradients.
+
+    Raises:
+        RuntimeError: the plan of the micro-batch's backward is not made yet.
+    """
+
+    def __init__(self, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> None:
+        if plan.backward is None:
+            raise RuntimeError("the backward tick of this micro-batch is not planned yet")
+        super().__init__(plan, plan.backward, spec, kernel)
+        self._given: list[Given | None] = [None, None]
+        self._delta: list[torch.Tensor | None] = [None, None]
+        self._dq: list[torch.Tensor | None] = [None, None]
+        self._keys_back: list[tuple[torch.Tensor, ...] | None] = [None, None]
+        self._home_sums: list[torch.Tensor] = []  # dk and dv of the rank's rows
+        self._work_sums: WorkspaceGradients | None = None
+
+    def dispatch(self, i: int, given: Given) -> None:
+        """Rows of part i leave for the servers."""
+        p = self._phase.parts[i].server
+        q, k, v, dout = given.q, given.k, given.v, given.dout
+        self._given[i] = given
+        delta = None if given.dlse is None else row_dots(dout, given.out) - given.dlse
+        self._delta[i] = delta
+        if p.is_local:
+            return
+        rows = p.returned_rows(q.device)
+        moved = moved_delta(dout, given.out, p.returned, q.shape[1]) if delta is None else delta[:, rows].t()
+        stats = torch.stack([given.lse[:, rows].t(), moved], dim=1)  # [rows, 2, q_heads]
+        if not self._work:
+            self._make_work([q, dout, stats], [k, v])
+        q_work, dout_work, stats_work, k_work, v_work = self._work
+        queries, keys = [(q, q_work), (dout, dout_work)], [(k, k_work), (v, v_work)]
+        self._dispatched[i] = dispatch(self._exchange, p, queries, keys, (stats, stats_work))
+
+    def serve(self, i: int) -> None:
+        """Tasks of part i, at home and in the workspace; gradients leave."""
+        part, given = self._phase.parts[i], self._given[i]
+        p, dtype = part.server, self._kernel.grad_dtype(given.q.dtype)
+        if not self._home_sums:
+            # Rows that no task in place writes start from zero: contributions are added to them.
+            new = torch.Tensor.new_empty if self._phase.written else torch.Tensor.new_zeros
+            rows = self._phase.home_rows
+            self._home_sums = [new(t, (rows, *t.shape[1:]), dtype=dtype) for t in (given.k, given.v)]
+        self._dq[i] = dq = torch.empty_like(given.q)
+        complete = [self._phase.parts[j].server for j in self._phase.keys_after(i)]
+        if p.is_local and not any(s.kv_in or s.kv_out for s in complete):
+            return self._at_home(part, i)
+
+        receives: list = list(take_back(dq, p.q_out))
+        for j in self._phase.keys_after(i):
+            runs = self._phase.parts[j].server.kv_out
+            rows = sum(run.rows for run in runs)
+            self._keys_back[j] = tuple(t.new_empty((rows, *t.shape[1:])) for t in self._home_sums)
+            receives += [message for back in self._keys_back[j] for message in consecutive(back, runs)]
+        returning = self._exchange.expect(receives, sends=bool(p.q_in or any(s.kv_in for s in complete)))
+
+        def away() -> tuple:
+            self._arrived(i)
+            dq_work = self._in_workspace(part, i)
+            sends = [] if dq_work is None else [*give_back(dq_work, p.q_in)]
+            for server in complete:
+                for total in self._work_sums.totals:
+                    sends += [(run.peer, _as(total[run.at_work], dtype)) for run in server.kv_in]
+            return dq_work, sends, returning.start(sends) if self._exchange.early else None
+
+        dq_work, sends, giving_back = self._run(i, lambda: self._at_home(part, i), away, dq.device)
+        self._returning[i] = giving_back or returning.start(sends)
+        for run in p.q_keep:
+            dq[run.at_home].copy_(dq_work[run.at_work])
+        if i == 0:
+            self._work = []
+
+    def gradients(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk and dv of part i, like q, k and v, once all of them are there."""
+        part, given = self._phase.parts[i], self._given[i]
+        for j, pending in enumerate(self._returning):
+            if pending is not None and (j == i or i in self._phase.keys_after(j)):
+                pending.wait()
+        rows = slice(part.first, part.first + part.rows)
+        sums = [total[rows] for total in self._home_sums]
+        if self._keys_back[i] is not None:
+            work = self._work_sums.totals if self._work_sums else (None, None)
+            for total, back, here in zip(sums, self._keys_back[i], work, strict=True):
+                accumulate(part.server, total, (back, here))
+        dk, dv = sums
+        return self._dq[i], dk.to(given.k.dtype), dv.to(given.v.dtype)
+
+    def _at_home(self, part: Part, i: int) -> None:
+        given, delta = self._given[i], self._delta[i]
+        k, v = self._keys_in_place(part, i, [(g.k, g.v) if g else None for g in self._given])
+        dk, dv = (total[part.k_first : part.first + part.rows] for total in self._home_sums)
+
+        def run(tasks: TaskBatch, dk: torch.Tensor, dv: torch.Tensor) -> None:
+            results = dict(out=given.out if delta is None else None, delta=delta, dq=self._dq[i], dk=dk, dv=dv)
+            self._kernel.backward(given.dout, given.q, k, v, given.lse, tasks, self._spec, **results)
+
+        if len(part.local):
+            run(part.local, dk, dv)
+        if part.shared is not None and len(part.shared):
+            own = torch.zeros_like(dk), torch.zeros_like(dv)
+            run(part.shared, *own)
+            for start, length in zip(part.shared.k_start.tolist(), part.shared.k_len.tolist(), strict=True):
+                span = slice(start, start + length)
+                for total, contribution in zip((dk, dv), own, strict=True):
+                    add_rows(total, span, contribution[span])
+
+    def _in_workspace(self, part: Part, i: int) -> torch.Tensor | None:
+        """dq of the tasks of part i in the workspace; their dk and dv are added up there."""
+        if self._work and self._work_sums is None:
+            dtype = self._kernel.grad_dtype(self._work[0].dtype)
+            self._work_sums = WorkspaceGradients(self._phase, *self._work[3:], dtype)
+        if not len(part.server.remote):
+            return None
+        return serve_backward(i, self._work, self._work_sums, self._spec, self._kernel)
+
+
+def serve_backward(
+    part: int, work: list[torch.Tensor], sums: WorkspaceGradients, spec: AttentionSpec, kernel: Kernel
+) -> torch.Tensor:
+    """dq [rows, q_heads, head_dim] of a part's tasks in the workspace; their dk and dv are added to `sums`.
+
+    Args:
+        work: q, dout, stats [rows, 2, q_heads] (lse and delta), k and v of the workspace.
+    """
+    q, dout, stats, k, v = work
+    lse, delta = (_transposed(t) for t in stats.unbind(1))
+    dq = torch.empty_like(q)
+
+    def run(tasks: TaskBatch, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        kernel.backward(dout, q, k, v, lse, tasks, spec, out=None, delta=delta, dq=dq, dk=dk, dv=dv)
+
+    sums.add(part, run)
+    return dq
+
+
+class WorkspaceGradients:
+    """dk and dv of the workspace's rows, added up over the tasks that share keys and rounded once.
+
+    Attributes:
+        totals: dk and dv.
+    """
+
+    def __init__(self, phase: Parts, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> None:
+        self._phase, self._sums, self._dtype = phase, phase.sums, dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        # One addition is computed in fp32 and rounded once in any case; a sum of more is kept in fp32.
+        self._in_place = self._sums.most <= 2 or wide == dtype
+        if self._in_place:
+            self.totals = tuple(torch.empty_like(t, dtype=dtype) for t in (k, v))
+            for gap in self._sums.gaps:
+                for total in self.totals:
+                    total[gap].zero_()
+        else:
+            self.totals = tuple(torch.zeros_like(t, dtype=wide) for t in (k, v))
+        self._apart: tuple[torch.Tensor, ...] = ()
+
+    def add(self, part: int, run: Callable[[TaskBatch, torch.Tensor, torch.Tensor], None]) -> None:
+        """Runs the waves of a part; `run` writes dk and dv of its tasks' rows, and of no others."""
+        for tasks, fresh in zip(self._phase.parts[part].server.waves, self._sums.fresh[part], strict=True):
+            if fresh and self._in_place:
+                run(tasks, *self.totals)
+                continue
+            if not self._apart:
+                self._apart = tuple(torch.empty_like(t, dtype=self._dtype) for t in self.totals)
+            run(tasks, *self._apart)
+            for total, contribution in zip(self.totals, self._apart, strict=True):
+                for span in tasks.key_spans:
+                    total[span] += contribution[span]
+
+
+def _transposed(x: torch.Tensor) -> torch.Tensor:
+    """Its transpose, contiguous. Made empty first: see :class:`~.side_stream.BorrowedMemory`."""
+    return x.new_empty(x.shape[::-1]).copy_(x.t())
+
+
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In another dtype; made empty first, as above."""
+    return x if x.dtype == dtype else torch.empty_like(x, dtype=dtype).copy_(x)

@@ -213,7 +213,7 @@ def train_grouped(lengths: list[list[int]], servers: int) -> dict:
     documents = [[rng.integers(0, VOCABULARY, size=n).tolist() for n in row] for row in lengths]
     flat = dict(enumerate(d for row in documents for d in row))
     expected_loss, expected = reference(tiny_llama(), [flat])
-    block = {"servers": servers, "granularity": 8}
+    block = {"servers": servers, "advanced": {"granularity": 8}}
     engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, block))
     features = [{"input_ids": d} for d in documents[dist.get_rank()]]
     outcome = backward(engine, deepspeed_distca.PackedSequenceCollator()(features), expected_loss, expected)
@@ -225,7 +225,7 @@ def loss_curves(steps: int, **options) -> dict:
     deepspeed.init_distributed("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     curves = {}
-    for name, block in (("plugin", {"granularity": 16, **options}), ("plain", None)):
+    for name, block in (("plugin", {"advanced": {"granularity": 16}, **options}), ("plain", None)):
         engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, block, lr=3e-3))
         losses = []
         for step in range(steps):
@@ -307,7 +307,7 @@ def different_options() -> dict:
     """Rank 1 has another tolerance."""
     deepspeed.init_distributed("gloo")
     try:
-        _engine({"tolerance": 0.1 * (1 + dist.get_rank())})
+        _engine({"advanced": {"tolerance": 0.1 * (1 + dist.get_rank())}})
         return {"error": ""}
     except RuntimeError as raised:
         return {"error": str(raised)}
@@ -315,7 +315,7 @@ def different_options() -> dict:
 
 def different_plans() -> dict:
     """Rank 1's scheduler decides otherwise on the same layout: it finds nothing to move."""
-    engine = _engine({"granularity": 16})
+    engine = _engine({"advanced": {"granularity": 16}})
     if dist.get_rank() == 1:
         decide = phase_planner.balance
         phase_planner.balance = lambda *given, **options: decide(*given, **{**options, "tolerance": 1000.0})

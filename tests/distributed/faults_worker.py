@@ -85,7 +85,7 @@ class Fault:
 def script(fault: Fault, case: dict) -> None:
     """What a user's script does."""
     deepspeed.init_distributed("nccl" if os.environ["DS_ACCELERATOR"] == "cuda" else "gloo")
-    block: dict | None = {"timeout_seconds": case["seconds"], "granularity": 16, **case["block"]}
+    block: dict | None = {"timeout_seconds": case["seconds"], "advanced": {"granularity": 16}, **case["block"]}
     if fault.mine and case["own_block"] is not None:
         block = {**block, **case["own_block"]} if case["own_block"] else None
     if fault.mine and case["fault"] == "absent":

@@ -32,7 +32,7 @@ LAYOUT = [[(0, 0, 47), (1, 0, 14)], [(1, 14, 9), (2, 0, 7), (3, 0, 1), (4, 0, 11
 WHOLE = [[(0, 0, 47), (1, 0, 23), (2, 0, 7), (3, 0, 1)], [(4, 0, 11)]]
 _ROUTER = "output_router_logits"
 LENGTHS = {0: 47, 1: 23, 2: 7, 3: 1, 4: 11}
-DISTCA = {"enabled": True, "granularity": 4, "tolerance": 0.0, "timeout_seconds": 30.0}
+DISTCA = {"enabled": True, "advanced": {"granularity": 4, "tolerance": 0.0}, "timeout_seconds": 30.0}
 #: Seconds after which a model that hangs ends the run; its name is the last in the log.
 DEADLINE = 60
 

@@ -195,7 +195,7 @@ def engine_of(
         parameter.requires_grad_(not frozen or frozen not in name)
     if checkpointing:
         llama.gradient_checkpointing_enable({"use_reentrant": False})
-    config = ds_config(zero, accumulation, {"granularity": 8, "overlap": "ping_pong", **block}, lr=0.0)
+    config = ds_config(zero, accumulation, {"advanced": {"granularity": 8}, "overlap": "ping_pong", **block}, lr=0.0)
     if zero == 3:
         config["zero_optimization"] |= dict.fromkeys(
             ("stage3_param_persistence_threshold", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"), 0
@@ -341,7 +341,7 @@ def outputs() -> dict:
     if rank == 1:
         batch["position_ids"] = torch.arange(40).remainder(8).expand(3, 40)
     model = model_families.build(*model_families.EXACT["OLMoE"], seed=3)
-    block = {"granularity": 4, "tolerance": 0.0, "overlap": "ping_pong"}
+    block = {"advanced": {"granularity": 4, "tolerance": 0.0}, "overlap": "ping_pong"}
     engine = deepspeed.initialize(model=model, config=ds_config(1, 1, block, lr=0.0))[0]
     engine.train()
     found, split = [], []
@@ -364,7 +364,7 @@ def autocast() -> dict:
     batch = packed_batch([[100], [20, 30, 50]][dist.get_rank()])
     found = {}
     for overlap_name in ("none", "ping_pong"):
-        block = {"granularity": 8, "overlap": overlap_name}
+        block = {"advanced": {"granularity": 8}, "overlap": overlap_name}
         more = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
         engine = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, block, lr=0.0, **more))[0]
         engine.train()

@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.harness import run_ranks
 
 TOLERANCE = 1e-5
-ENABLED = {"enabled": True, "granularity": 16}
+ENABLED = {"enabled": True, "advanced": {"granularity": 16}}
 LAYERS = 2
 CHECKPOINTING = ("reentrant", "non-reentrant", "deepspeed")
 
@@ -102,7 +102,8 @@ def test_exact_for_any_lengths() -> None:
 
 def test_rows_stay_at_home_unless_balance_saves_enough() -> None:
     """So little work is never worth a transfer; a document that continues on the other rank is exchanged anyway."""
-    cases = [case([LAYOUTS[name]], min_gain=0.02) for name in ("uneven", "longer than a rank", "empty rank")]
+    advanced = {"granularity": 16, "min_gain": 0.02}
+    cases = [case([LAYOUTS[name]], advanced=advanced) for name in ("uneven", "longer than a rank", "empty rank")]
     results = run_ranks("tests.distributed.engine_worker:train_cases", 2, timeout=200, cases=cases)
     check(results, cases)
     uneven, longer, empty = results[0]
@@ -158,7 +159,7 @@ def test_a_rank_waits_for_others_at_its_first_attention_only() -> None:
 
 def test_other_options_on_one_rank_are_refused() -> None:
     for outcome in run_ranks("tests.distributed.engine_worker:different_options", 2, timeout=120):
-        assert "`distca.tolerance` is 0.1 on ranks [0] and 0.2 on ranks [1]" in outcome["error"]
+        assert "`distca.advanced.tolerance` is 0.1 on ranks [0] and 0.2 on ranks [1]" in outcome["error"]
 
 
 def test_another_plan_on_one_rank_is_an_error_on_all() -> None:

@@ -71,8 +71,8 @@ CASES = [
         "block",
         "hello",
         ("another option", "the hello"),
-        r"`distca.check_plan` is true on ranks \[0\] and false on ranks \[1\]",
-        own_block={"check_plan": False},
+        r"`distca.keep_attention` is true on ranks \[0\] and false on ranks \[1\]",
+        own_block={"keep_attention": False},
     ),
     Case(
         "block",

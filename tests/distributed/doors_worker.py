@@ -74,7 +74,7 @@ def engine_of(model: torch.nn.Module, **config: Any) -> Any:
         config={
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "distca": {"advanced": {"granularity": 1, "min_gain": 0.0, "tolerance": 0.0}, "timeout_seconds": 60.0},
+            "distca": {"advanced": {"granularity": 1, "min_gain": 0.0, "tolerance": 0.0}},
             **config,
         },
     )

@@ -273,34 +273,52 @@ def bad_input() -> dict:
     return {"error": error, "afterwards": float(engine(**_batch(9, 4)).loss.detach())}
 
 
-def missing_rank() -> dict:
+def missing_rank(seconds: float) -> dict:
     """Rank 1 runs no micro-batch."""
-    engine = _engine({"timeout_seconds": 5.0})
+    engine = _engine({"timeout_seconds": seconds})
     error = ""
     if dist.get_rank() == 0:
         try:
             engine(**_batch(9, 4))
         except RuntimeError as raised:
             error = str(raised)
+        _say("error")
+        _hear("that was all")  # rank 0 holds the store
     else:
-        time.sleep(15)  # there, but not coming
+        _hear("error")  # there, but not coming
+        _say("that was all")
     return {"error": error}
 
 
-def late_rank(seconds: float) -> dict:
-    """Rank 1 comes to a micro-batch late; how long it takes rank 0 to get to its first layer, and through it."""
+def late_rank() -> bool:
+    """Rank 1 comes to a micro-batch when rank 0 is in its first layer, and not before; whether it is there when rank 0
+    is through it."""
     engine = _engine({})
     engine(**_batch(9, 4))
-    begun = {}
+    through = []
     first = engine.module.model.layers[0]
-    first.register_forward_pre_hook(lambda *_: begun.update(layer=time.perf_counter()))
-    first.register_forward_hook(lambda *_: begun.update(through=time.perf_counter()))
-    dist.barrier()
-    if dist.get_rank() == 1:
-        time.sleep(seconds)
-    start = time.perf_counter()
+    if dist.get_rank() == 0:
+        first.register_forward_pre_hook(lambda *_: _say("in the layer"))
+        first.register_forward_hook(lambda *_: through.append(_said("coming")))
+    else:
+        _hear("in the layer")
+        time.sleep(0.5)  # rank 0 does not go on meanwhile
+        _say("coming")
     engine(**_batch(9, 4))
-    return {name: moment - start for name, moment in begun.items()}
+    return all(through)
+
+
+def _say(what: str) -> None:
+    dist.distributed_c10d._get_default_store().set(f"test: {what}", "said")
+
+
+def _said(what: str) -> bool:
+    return dist.distributed_c10d._get_default_store().check([f"test: {what}"])
+
+
+def _hear(what: str) -> None:
+    while not _said(what):
+        time.sleep(0.05)
 
 
 def different_options() -> dict:

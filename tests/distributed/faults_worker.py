@@ -75,7 +75,7 @@ class Fault:
         elif self._kind == "exit":
             sys.exit(0)
         elif self._kind == "hang":
-            time.sleep(100)
+            time.sleep(1000)
         elif self._kind == "interrupt":
             raise KeyboardInterrupt
         elif self._kind == "raise":
@@ -126,7 +126,7 @@ def script(fault: Fault, case: dict) -> None:
         except Exception as error:
             print("RAISED", type(error).__name__, error, flush=True)
             if fault.mine and case["lives_on"]:
-                time.sleep(100)  # saves, logs, tries again
+                time.sleep(1000)  # saves, logs, tries again
             raise
 
 
@@ -145,7 +145,7 @@ def pipeline_script(fault: Fault, case: dict) -> None:
             engine.train_batch(batches)
         except Exception:
             if fault.mine and case["lives_on"]:
-                time.sleep(100)
+                time.sleep(1000)
             raise
 
 

@@ -108,11 +108,20 @@ def cases(zero: int = 1) -> list[dict]:
     common = {"zero": zero, "interval": 1, "reentrant": True, "steps": 2}
     return [
         # As benchmarks/pipeline.py runs it.
-        {**common, "micro_batches": 8, "distca": {"servers": 1, "advanced": {"granularity": 8, "pipeline_scope": "stage"}}},
+        {
+            **common,
+            "micro_batches": 8,
+            "distca": {"servers": 1, "advanced": {"granularity": 8, "pipeline_scope": "stage"}},
+        },
         {**common, "micro_batches": 8, "distca": {}},
         {**common, "micro_batches": 3, "distca": {}, "tied": True, "layers": 5},
         {**common, "micro_batches": 3, "distca": {"overlap": "none"}, "interval": 0, "static": True},
-        {**common, "micro_batches": 4, "distca": {"advanced": {"granularity": 8, "pipeline_scope": "stage"}}, "reentrant": False},
+        {
+            **common,
+            "micro_batches": 4,
+            "distca": {"advanced": {"granularity": 8, "pipeline_scope": "stage"}},
+            "reentrant": False,
+        },
         {**common, "micro_batches": 1, "distca": {"advanced": {"granularity": 1}}},
     ]
 
@@ -120,9 +129,7 @@ def cases(zero: int = 1) -> list[dict]:
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 2), (4, 4)])
 def test_what_pipelines_issue_completes_in_any_backend(ranks: int, stages: int) -> None:
     given = cases()
-    records = run_ranks(
-        "tests.distributed.operation_order_worker:record", ranks, timeout=280, stages=stages, cases=given
-    )
+    records = run_ranks("tests.distributed.operation_order_worker:record", ranks, stages=stages, cases=given)
     for index, case in enumerate(given):
         programs = [[_operation(o) for o in record[index]] for record in records]
         activations = sum(len(o.messages) for p in programs for o in p if o.group == DEFAULT_GROUP)

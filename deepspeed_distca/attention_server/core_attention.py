@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, Pending
-from deepspeed_distca.attention_server.kernels import Kernel
+from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel
 from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
@@ -128,7 +128,7 @@ def _forward(q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> t
     out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=stats_dtype(q))
     if p.is_local:
-        return kernel.forward(q, k, v, p.local, spec, out, lse)
+        return kernel.forward(q, k, v, p.local, spec, (out, lse))
 
     q_work, k_work, v_work = _workspace(p, q, k, v)
     dispatched = dispatch(plan.exchange, p, [(q, q_work)], [(k, k_work), (v, v_work)])
@@ -138,7 +138,7 @@ def _forward(q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> t
 
     def at_home() -> None:
         if len(p.local):
-            kernel.forward(q, k, v, p.local, spec, out, lse)
+            kernel.forward(q, k, v, p.local, spec, (out, lse))
 
     def away() -> tuple[torch.Tensor, torch.Tensor, Messages, Pending | None]:
         dispatched.wait()
@@ -168,8 +168,8 @@ def _backward(dout, dlse, q, k, v, out, lse, plan: LayerPlan, spec: AttentionSpe
 
     def at_home() -> None:
         if len(p.local):
-            given = None if delta is not None else out
-            kernel.backward(dout, q, k, v, lse, p.local, spec, out=given, delta=delta, dq=dq, dk=dk, dv=dv)
+            given = BackwardInputs(q, k, v, dout, lse, out if delta is None else None, delta)
+            kernel.backward(given, p.local, spec, Gradients(dq, dk, dv))
 
     if p.is_local:
         at_home()
@@ -211,9 +211,10 @@ def _serve_backward(p: ServerPlan, kernel: Kernel, spec, dout, q, k, v, stats):
     lse, delta = (_transposed(t) for t in stats.unbind(1))
     grad_dtype = kernel.grad_dtype(q.dtype)
     dq = torch.empty_like(q)
+    given = BackwardInputs(q, k, v, dout, lse, delta=delta)
 
     def run(tasks: TaskBatch, dk, dv) -> None:
-        kernel.backward(dout, q, k, v, lse, tasks, spec, out=None, delta=delta, dq=dq, dk=dk, dv=dv)
+        kernel.backward(given, tasks, spec, Gradients(dq, dk, dv))
 
     dk, dv = torch.empty_like(k, dtype=grad_dtype), torch.empty_like(v, dtype=grad_dtype)
     # Within a wave no two tasks share keys: it writes the rows of its tasks, and no others.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_distca.attention_server.exchange.base import Pending
-from deepspeed_distca.attention_server.kernels import Kernel
+from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel
 from deepspeed_distca.attention_server.nano_batches import NanoLayerPlan, NanoPart
 from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
@@ -56,7 +56,7 @@ class ForwardSteps:
         out = q.new_empty((len(q), q.shape[1], v.shape[2]))
         lse = q.new_empty((q.shape[1], len(q)), dtype=stats_dtype(q))
         if len(part.local):
-            kernel.forward(q, k, v, part.local, spec, out, lse)
+            kernel.forward(q, k, v, part.local, spec, (out, lse))
         _wait(self._dispatched, nano, part.needs_other)
         lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
         stats = list(consecutive(lse_back, p.returned))
@@ -187,10 +187,10 @@ class BackwardSteps:
         part, given = self._phase.parts[nano], self._given[nano]
         k, v = _keys(part, nano, [(g.k, g.v) for g in self._given])
         delta = self._delta[nano]
+        inputs = BackwardInputs(given.q, k, v, given.dout, given.lse, given.out if delta is None else None, delta)
 
         def run(tasks: TaskBatch, dk: torch.Tensor, dv: torch.Tensor) -> None:
-            results = dict(out=given.out if delta is None else None, delta=delta, dq=self._dq[nano], dk=dk, dv=dv)
-            self._kernel.backward(given.dout, given.q, k, v, given.lse, tasks, self._spec, **results)
+            self._kernel.backward(inputs, tasks, self._spec, Gradients(self._dq[nano], dk, dv))
 
         rows = slice(part.k_first, part.first + part.rows)
         if len(part.local):
@@ -210,13 +210,14 @@ class BackwardSteps:
             return None
         q, k, v, dout, stats = self._work
         lse, delta = (t.t().contiguous() for t in stats.unbind(1))
+        inputs = BackwardInputs(q, k, v, dout, lse, delta=delta)
         dq = torch.empty_like(q)
         grad_dtype = kernel.grad_dtype(q.dtype)
         for tasks in p.waves:
             dk, dv = self._dk_work, self._dv_work
             if not self._phase.one_wave:
                 dk, dv = torch.empty_like(k, dtype=grad_dtype), torch.empty_like(v, dtype=grad_dtype)
-            kernel.backward(dout, q, k, v, lse, tasks, self._spec, out=None, delta=delta, dq=dq, dk=dk, dv=dv)
+            kernel.backward(inputs, tasks, self._spec, Gradients(dq, dk, dv))
             if not self._phase.one_wave:
                 for span in tasks.key_spans:
                     self._dk_work[span] += dk[span]

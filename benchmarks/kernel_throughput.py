@@ -19,7 +19,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from deepspeed_distca.attention_server.kernels import Kernel, KernelError, installed_kernels, make_kernel
+from deepspeed_distca.attention_server.kernels import (
+    BackwardInputs,
+    Gradients,
+    Kernel,
+    KernelError,
+    installed_kernels,
+    make_kernel,
+)
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 SHAPES = [
@@ -80,13 +87,14 @@ def measure(kernel: Kernel, tasks: TaskBatch, args: argparse.Namespace) -> dict[
     k, v = normal(tasks.k_rows, args.kv_heads), normal(tasks.k_rows, args.kv_heads)
     out, lse = torch.empty_like(q), torch.zeros(args.q_heads, tasks.q_rows, device="cuda")
     wide = kernel.grad_dtype(q.dtype)
-    grads = {"dq": torch.empty_like(q), "dk": torch.empty_like(k, dtype=wide), "dv": torch.empty_like(v, dtype=wide)}
-    kernel.forward(q, k, v, tasks, spec, out, lse)
+    grads = Gradients(torch.empty_like(q), torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide))
+    kernel.forward(q, k, v, tasks, spec, (out, lse))
     delta = (dout.float() * out.float()).sum(-1).t().contiguous()
+    by_out, by_delta = (BackwardInputs(q, k, v, dout, lse, **x) for x in ({"out": out}, {"delta": delta}))
     calls = {
-        "forward": lambda: kernel.forward(q, k, v, tasks, spec, out, lse),
-        "backward": lambda: kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, **grads),
-        "backward_delta": lambda: kernel.backward(dout, q, k, v, lse, tasks, spec, out=None, delta=delta, **grads),
+        "forward": lambda: kernel.forward(q, k, v, tasks, spec, (out, lse)),
+        "backward": lambda: kernel.backward(by_out, tasks, spec, grads),
+        "backward_delta": lambda: kernel.backward(by_delta, tasks, spec, grads),
     }
     flops = 4 * tasks.area * args.q_heads * args.head_dim
     result = {}

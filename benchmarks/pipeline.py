@@ -10,7 +10,7 @@ of the Pretrain mix of arXiv 2510.18121 in a random order, cut where a micro-bat
 
     plain   PipelineEngine's own schedule, every rank computes the attention of its own micro-batches by the very
             kernel that the other rows use, with attention outputs kept under activation checkpointing as they do
-    grid    `distca.pipeline.scope` "grid"
+    grid    `distca.advanced.pipeline_scope` "grid"
     bare    plain on documents of 128 tokens: next to no attention
     even    plain, on micro-batches that all have the mean attention work of the stream: no stragglers, but bubbles
     ideal   bare, plus the kernels' seconds of attention in plain, divided by the number of GPUs: attention spread
@@ -51,7 +51,7 @@ from deepspeed_distca.pipeline import DecoderPipeline
 
 VOCABULARY = 8192
 NO_ATTENTION = 128
-ENGINES = {"plain": {"servers": 1, "pipeline": {"scope": "stage"}}, "grid": {"pipeline": {"scope": "grid"}}}
+ENGINES = {"plain": {"servers": 1, "advanced": {"pipeline_scope": "stage"}}, "grid": {}}
 ROWS = ("plain", "grid", "bare", "even")
 SMOKE = {
     "layers": 2,

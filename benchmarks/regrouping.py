@@ -29,8 +29,9 @@ from steps.batches import workload
 from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlanOptions
 from deepspeed_distca.data.packing import Piece
 from deepspeed_distca.data.step_batches import StepBatches
+from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.layout import LENGTH, Layout
-from deepspeed_distca.plan_options import MIN_GAIN, linear_flops
+from deepspeed_distca.plan_options import linear_flops
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 from deepspeed_distca.scheduler.heads import Heads
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from deepspeed_distca.defaults import GRANULARITY, TOLERANCE
+
 _MESSAGE_LENGTH = 400
 _TABLE_ROWS = 64
 
@@ -72,7 +74,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         f'"heads": {{"query", "key_value", "head_dim"}}}}, in storage order, of up to {_MAX_RANKS} ranks; - reads it '
         "from stdin",
     )
-    parser.add_argument("--tolerance", type=float, default=0.02, help="allowed excess over the mean load (0.02)")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help=f"allowed excess over the mean load ({TOLERANCE})"
+    )
     parser.add_argument(
         "--cost",
         metavar="model|area|FILE",
@@ -81,7 +85,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--phase", choices=("forward", "backward"), default="forward")
     parser.add_argument("--window", type=int, help="keys a query sees, its own included (all)")
-    parser.add_argument("--granularity", type=int, default=128, help="cuts lie at multiples of it (128)")
+    parser.add_argument(
+        "--granularity", type=int, default=GRANULARITY, help=f"cuts lie at multiples of it ({GRANULARITY})"
+    )
     parser.add_argument("--min-shard-tokens", type=int, help="query rows below which nothing is cut (a granule)")
     parser.add_argument("--max-received-rows", type=int, help="cap on query + key/value rows a server receives (none)")
     parser.add_argument("--server-weights", metavar="W,W,...", help="relative speeds of the servers, integers (equal)")

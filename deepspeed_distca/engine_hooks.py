@@ -42,7 +42,14 @@ from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.attention_server.watch import Watch
-from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config, parse_config
+from deepspeed_distca.config import (
+    BLOCK,
+    DistCAConfig,
+    DistCAConfigError,
+    get_distca_config,
+    named_options,
+    parse_config,
+)
 from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.huggingface.adapter import (
     DecoderHooks,
@@ -189,7 +196,7 @@ def _facts(engine: DeepSpeedEngine, options: DistCAConfig) -> dict[str, Any]:
     return {
         "the version of deepspeed_distca": deepspeed_distca.__version__,
         "the class of the engine": type(engine).__name__,
-        **{f"`{BLOCK}.{name}`": value for name, value in options.model_dump(mode="json").items()},
+        **named_options(options),
         "the ZeRO stage": engine.zero_optimization_stage(),
         "the number of gradient accumulation steps": engine.gradient_accumulation_steps(),
         "the kind of device": engine.device.type,
@@ -291,11 +298,13 @@ class Runtime:
         everyone = agreement_group([list(range(dist.get_world_size()))], timeout)
         watch.cover(everyone)
         self._everyone = Agreement(everyone, 1, 0, watch)
-        weights = weights_of_servers(config.server_weights, len(mine), servers, mine.index(dist.get_rank()))
+        weights = weights_of_servers(config.advanced.server_weights, len(mine), servers, mine.index(dist.get_rank()))
         options = plan_options(config, engine.device, decoder.config.get_text_config(), weights)
         nano_batches = _nano_batches(config, servers, len(mine))
         # The block is the same on all ranks; this is what else plans depend on, but for the weights of their servers.
-        common = fingerprint(replace(options, server_weights=None), config.server_weights, cost, windows, nano_batches)
+        common = fingerprint(
+            replace(options, server_weights=None), config.advanced.server_weights, cost, windows, nano_batches
+        )
         exchanging = exchange_group(server_groups, engine.device, timeout)
         agreeing = everyone if len(rank_groups) == 1 else agreement_group(rank_groups, timeout)
         self._groups = [everyone, exchanging, agreeing]
@@ -308,11 +317,11 @@ class Runtime:
         else:
             watch.cover(exchanging)
         exchange = make_exchange(
-            config.exchange,
+            config.advanced.exchange,
             exchanging,
             engine.device,
             timeout=config.timeout_seconds,
-            staging_mib=config.staging_mib,
+            staging_mib=config.advanced.staging_mib,
             watch=watch,
         )
         self.server = AttentionServer(
@@ -324,7 +333,7 @@ class Runtime:
             windows=windows,
             kernel=config.kernel,
             local_first=config.overlap != "none",
-            check_plan=config.check_plan,
+            check_plan=True,
             accumulation_steps=engine.gradient_accumulation_steps,
             ranks=len(mine),
             step=lambda: engine.global_steps,
@@ -337,7 +346,7 @@ class Runtime:
                 decoder,
                 modules,
                 device=engine.device,
-                probe=config.probe,
+                probe=config.advanced.probe,
                 forget=functools.partial(_forget_trace, engine),
             )
         unweighted = config.token_weighted_loss and contract.weighting is None
@@ -376,7 +385,7 @@ class Runtime:
                 f"distca: {len(modules)} attention layers of {type(decoder).__name__}{_describe_windows(windows)} "
                 f"over {servers} attention servers in {len(server_groups)} group(s); kernel {kernel}, overlap "
                 f"{overlap}, exchange {exchange.name}, cost model {source} ({heads.query}/"
-                f"{heads.key_value} heads of {heads.head_dim}), tolerance {config.tolerance:g}",
+                f"{heads.key_value} heads of {heads.head_dim}), tolerance {config.advanced.tolerance:g}",
                 flush=True,
             )
 

@@ -10,11 +10,8 @@ import torch
 
 from deepspeed_distca.attention_server.server import PlanOptions
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
+from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT
-
-#: Share of a layer's predicted time that moving rows costs on GPUs, whatever is moved (docs/design.md, "When rows
-#: move").
-MIN_GAIN = 0.04
 
 
 def plan_options(
@@ -26,14 +23,15 @@ def plan_options(
         model: the decoder's HuggingFace configuration.
         weights: of this rank's servers.
     """
-    min_gain = config.min_gain
+    advanced = config.advanced
+    min_gain = advanced.min_gain
     if min_gain is None:
         min_gain = MIN_GAIN if device.type == "cuda" else 0.0
     return PlanOptions(
-        config.tolerance,
-        config.granularity,
-        config.min_shard_tokens,
-        config.max_received_rows,
+        advanced.tolerance,
+        advanced.granularity,
+        None,
+        advanced.max_received_rows,
         weights,
         min_gain,
         linear_flops(model),
@@ -57,8 +55,8 @@ def weights_of_servers(given: Sequence[int] | None, ranks: int, servers: int, ra
     groups = [given[i : i + servers] for i in range(0, len(given), servers)]
     if len(given) != ranks or not all(0 <= w <= MAX_WEIGHT for w in given) or not all(any(group) for group in groups):
         raise DistCAConfigError(
-            f"`{BLOCK}.server_weights` was given {given}; allowed: one whole number of 0 to {MAX_WEIGHT} for each of "
-            f"the {ranks} data-parallel ranks, not all 0 among the {servers} ranks that share their work"
+            f"`{BLOCK}.advanced.server_weights` was given {given}; allowed: one whole number of 0 to {MAX_WEIGHT} "
+            f"for each of the {ranks} data-parallel ranks, not all 0 among the {servers} ranks that share their work"
         )
     return tuple(groups[rank // servers]) if servers > 1 else None
 

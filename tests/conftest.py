@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test shares: the `gpu` mark, CPU settings for DeepSpeed, and no litter in shared memory.
+"""What every test shares: its marks, CPU settings for DeepSpeed, and no litter in shared memory.
 
 The time limit of each test is pytest-timeout's, set in pyproject.toml.
 """
@@ -21,14 +21,21 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked `slow` too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` where there is no CUDA device, and those marked `slow` unless they are asked for."""
+    reasons = {}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "needs a CUDA device"
+    if not config.getoption("--slow"):
+        reasons["slow"] = "slow: run it with --slow"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        for mark, reason in reasons.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)

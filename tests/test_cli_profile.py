@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,8 +15,8 @@ from deepspeed_distca.scheduler import CostModel, Heads
 from deepspeed_distca.scheduler.cost_model import PHASES
 from deepspeed_distca.scheduler.fit import predict
 from deepspeed_distca.scheduler.profiles import Profile, Setting, cache_folder, choose
+from tests.distributed.harness import ROOT, free_port, run_program
 
-ROOT = Path(__file__).resolve().parents[1]
 # Large enough for pairs to be what takes the time, even on a machine with other work.
 SMALL = ["--device", "cpu", "--quick", "--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--dtype", "fp32"]
 HEADS = Heads(8, 2, 64, element_size=4)
@@ -35,7 +32,6 @@ def cache(monkeypatch, tmp_path):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.timeout(60)
 def test_what_is_measured_is_stored_and_used(capsys):
     assert main(["profile", *SMALL, "--tokens", "512", "--budget-seconds", "3"]) == 0
     printed = capsys.readouterr().out
@@ -97,12 +93,9 @@ def test_wrong_options_are_one_line(options, words, capsys):
     assert out == "" and len(err.splitlines()) == 1 and words in err, err
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_ranks_measure_the_exchange(tmp_path, launcher):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     start = {
         "torchrun": ["--nproc_per_node", "2", "--master_port", port, "-m"],
         "deepspeed": ["--num_accelerators", "2", "--master_port", port, "--module"],
@@ -119,15 +112,9 @@ def test_two_ranks_measure_the_exchange(tmp_path, launcher):
         "--save",
         str(path),
     ]
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name(launcher)), *start, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [Path(sys.executable).with_name(launcher), *start, *arguments]
+    done = run_program(command, environment={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout
     assert done.stdout.count("stored in") == 1 and ": not measured" not in done.stdout
     stored = Profile.load(path)
     assert stored.about["exchange"].startswith("measured over 2 ranks")

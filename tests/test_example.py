@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.distributed.harness import ROOT, free_port, run_program
+
 TRAIN = ROOT / "examples" / "hf_llama" / "train.py"
 LINE = re.compile(r"step (\d+)/\d+ loss (\d+\.\d+) tokens/s (\d+) balance (\d+\.\d+) -> (\d+\.\d+)")
 SMALL = [
@@ -31,9 +29,6 @@ SMALL = [
     "512",
 ]
 
-# A run takes about ten seconds on two free cores.
-pytestmark = pytest.mark.timeout(240)
-
 
 class Step(NamedTuple):
     loss: str  # as printed, so that equality is equality
@@ -44,25 +39,12 @@ class Step(NamedTuple):
 
 def launch(output: Path, *arguments: object, zero: int = 1) -> tuple[dict[int, Step], str]:
     """Runs train.py over two ranks; the steps it reported and everything it printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_accelerators", "2"]
     config = ROOT / "configs" / "ds_config" / f"zero{zero}.json"
-    command = [*launcher, "--master_port", str(port), str(TRAIN), "--deepspeed_config", str(config)]
-    command += [*SMALL, "--output-dir", str(output), *map(str, arguments)]
-    # Two CPU ranks even where there is a GPU: the machine may have only one.
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=output, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        printed, _ = process.communicate(timeout=110)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # the launcher passes it on to the ranks
-        printed, _ = process.communicate(timeout=30)
-        pytest.fail(f"no end after 110 s; printed:\n{printed[-4000:]}")
-    assert process.returncode == 0, printed[-6000:]
+    command = [*launcher, "--master_port", free_port(), TRAIN, "--deepspeed_config", config]
+    done = run_program([*command, *SMALL, "--output-dir", output, *arguments], output)
+    printed = done.stdout
+    assert done.returncode == 0, printed[-6000:]
     steps = {int(n): Step(loss, int(rate), float(b), float(a)) for n, loss, rate, b, a in LINE.findall(printed)}
     return steps, printed
 

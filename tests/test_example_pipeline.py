@@ -3,36 +3,25 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.distributed.harness import ROOT, free_port, run_program
+
 LINE = re.compile(r"step (\d+)/\d+ loss (\d+\.\d+) seconds \d+\.\d+ balance (\d+\.\d+) -> (\d+\.\d+)")
 SMALL = ["--hidden-size", "64", "--vocab-size", "512", "--documents", "30", "--tokens-per-rank", "512"]
-
-pytestmark = pytest.mark.timeout(240)
 
 
 def launch(folder: Path, *arguments: object) -> dict[int, tuple[str, float, float]]:
     """Step to (loss as printed, balance before, balance after)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_accelerators", "2"]
     script = ROOT / "examples" / "hf_llama" / "train_pipeline.py"
-    command = [*launcher, "--master_port", str(port), str(script), *SMALL, "--bf16", "--output-dir", str(folder)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *map(str, arguments)], cwd=folder, env=environment, text=True, capture_output=True, timeout=110
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    command = [*launcher, "--master_port", free_port(), script, *SMALL, "--bf16", "--output-dir", folder]
+    done = run_program([*command, *arguments], folder)
+    assert done.returncode == 0, done.stdout[-6000:]
     return {int(n): (loss, float(b), float(a)) for n, loss, b, a in LINE.findall(done.stdout)}
 
 

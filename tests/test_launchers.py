@@ -6,26 +6,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.distributed.harness import ROOT, free_port, run_program
+
 SCRIPTS = ROOT / "tests" / "huggingface" / "scripts"
 EXAMPLES = ROOT / "examples" / "hf_llama"
 STEPS = 20
-
-# Ten to twenty seconds a run on two free cores.
-pytestmark = pytest.mark.timeout(240)
-
-
-def _port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def _program(name: str) -> str:
@@ -33,15 +23,16 @@ def _program(name: str) -> str:
 
 
 def deepspeed(*arguments: object) -> list[object]:
-    return [_program("deepspeed"), "--quiet", "--num_accelerators", 2, "--master_port", _port(), *arguments]
+    return [_program("deepspeed"), "--quiet", "--num_accelerators", 2, "--master_port", free_port(), *arguments]
 
 
 def torchrun(*arguments: object) -> list[object]:
-    return [_program("torchrun"), "--nproc_per_node", 2, "--master_port", _port(), *arguments]
+    return [_program("torchrun"), "--nproc_per_node", 2, "--master_port", free_port(), *arguments]
 
 
 def accelerate(config: Path, *arguments: object) -> list[object]:
-    return [_program("accelerate"), "launch", "--config_file", config, "--main_process_port", _port(), *arguments]
+    start = [_program("accelerate"), "launch", "--config_file", config]
+    return [*start, "--main_process_port", free_port(), *arguments]
 
 
 def accelerate_config(folder: Path) -> Path:
@@ -63,25 +54,13 @@ def run(command: list[object], folder: Path) -> tuple[dict, str]:
     """What rank 0 reported, and all that was printed."""
     output = folder / "report.json"
     environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",  # two CPU ranks even where there is a GPU
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
         "TEST_OUTPUT": str(output),
         "TEST_FOLDER": str(folder / "trainer"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    process = subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        printed, _ = process.communicate(timeout=150)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # the launcher passes it on to the ranks
-        printed, _ = process.communicate(timeout=30)
-        pytest.fail(f"no end after 150 s; printed:\n{printed[-4000:]}")
-    assert process.returncode == 0, printed[-6000:]
-    return json.loads(output.read_text()) if output.exists() else {}, printed
+    done = run_program(command, environment=environment)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return json.loads(output.read_text()) if output.exists() else {}, done.stdout
 
 
 def steps(losses: list[float] | dict[str, float]) -> list[float]:

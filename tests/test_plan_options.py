@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from deepspeed_distca.attention_server.server import PlanOptions
 from deepspeed_distca.config import parse_config
+from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.plan_options import MIN_GAIN, linear_flops, plan_options
+from deepspeed_distca.plan_options import linear_flops, plan_options
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
@@ -42,7 +43,9 @@ def test_a_token_goes_through_the_experts_that_it_is_given_to() -> None:
     assert two - one == 2 * 3 * 64 * 160
 
 
-@pytest.mark.parametrize(("block", "on_cpu", "on_gpu"), [({}, 0.0, MIN_GAIN), ({"min_gain": 0.1}, 0.1, 0.1)])
+@pytest.mark.parametrize(
+    ("block", "on_cpu", "on_gpu"), [({}, 0.0, MIN_GAIN), ({"advanced": {"min_gain": 0.1}}, 0.1, 0.1)]
+)
 def test_the_default_is_the_devices(block, on_cpu, on_gpu) -> None:
     model = LlamaConfig(**SIZES)
     assert plan_options(parse_config(block), CPU, model).min_gain == on_cpu
@@ -128,7 +131,7 @@ def planned(
     weights: tuple[int, ...] | None = None,
 ) -> tuple[float, float, list[float]]:
     """Balance before and after, and predicted seconds of the servers."""
-    options = plan_options(parse_config({"min_gain": min_gain}), CPU, model, weights)
+    options = plan_options(parse_config({"advanced": {"min_gain": min_gain}}), CPU, model, weights)
     server = lone_server(cost, options)
     server.plan_tick(phase, [(layout, None, 1)], note=True)
     stats = server.planned

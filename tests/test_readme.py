@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.distributed.harness import ROOT, free_port, run_program
+
 TEXT = (ROOT / "README.md").read_text()
 
 
@@ -25,18 +25,10 @@ def test_quickstart(tmp_path):
     (tmp_path / "ds_config.json").write_text(block("json"))
     (tmp_path / "train.py").write_text(block("python"))
     command = re.search(r"`DS_ACCELERATOR=cpu (deepspeed [^`]*)`", TEXT).group(1).split()
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
-    port = str(20000 + os.getpid() % 20000)
-    run = subprocess.run(
-        [*command[:1], "--master_port", port, *command[1:]],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command[1:1] = ["--master_port", free_port()]
+    run = run_program(command, tmp_path, {"PYTHONPATH": str(ROOT), "PATH": path})
+    assert run.returncode == 0, run.stdout[-3000:]
     said = re.search(r"^    (loss \d.*)$", TEXT, re.MULTILINE).group(1)
     printed = [line for line in run.stdout.splitlines() if line.startswith("loss ")]
     # Times are the machine's; the loss, to rounding, and the plan are not.

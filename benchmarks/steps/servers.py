@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
+from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel, select_kernel
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
 from deepspeed_distca.attention_server.parts import Parts
 from deepspeed_distca.attention_server.phase_planner import PlanOptions
@@ -106,7 +106,7 @@ class ServerCalls:
         q, k, v, dout, out, lse = self._rows(plan.remote)
         if phase == "forward":
             return lambda: self._where.kernel.forward(q, k, v, plan.remote, self._spec)
-        self._where.kernel.forward(q, k, v, plan.remote, self._spec, out, lse)
+        self._where.kernel.forward(q, k, v, plan.remote, self._spec, (out, lse))
         stats = torch.stack([lse.t(), row_dots(dout, out).t()], dim=1)
         parts, wide = Parts.whole(plan), self._where.kernel.grad_dtype(q.dtype)
 
@@ -120,13 +120,12 @@ class ServerCalls:
         """Tasks on the rows where they are stored: one kernel call."""
         q, k, v, dout, out, lse = self._rows(tasks)
         if phase == "forward":
-            return lambda: self._where.kernel.forward(q, k, v, tasks, self._spec, out, lse)
-        self._where.kernel.forward(q, k, v, tasks, self._spec, out, lse)
+            return lambda: self._where.kernel.forward(q, k, v, tasks, self._spec, (out, lse))
+        self._where.kernel.forward(q, k, v, tasks, self._spec, (out, lse))
         wide = self._where.kernel.grad_dtype(q.dtype)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide)
-        return lambda: self._where.kernel.backward(
-            dout, q, k, v, lse, tasks, self._spec, out=out, delta=None, dq=dq, dk=dk, dv=dv
-        )
+        grads = Gradients(torch.empty_like(q), torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide))
+        inputs = BackwardInputs(q, k, v, dout, lse, out)
+        return lambda: self._where.kernel.backward(inputs, tasks, self._spec, grads)
 
     def _rows(self, tasks: TaskBatch) -> tuple[torch.Tensor, ...]:
         """q, k, v, dout at random; out and lse zero, since rows of no task must be finite."""

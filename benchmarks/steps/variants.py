@@ -194,17 +194,21 @@ def make_variants(
         choices = product(overlaps, tolerances or [None], exchanges or [None], of_kind)
         for overlap, tolerance, exchange, more in choices:
             block: dict[str, Any] = {"enabled": True, **more}
+            advanced = dict(more.get("advanced", {}))
+            given = {key: value for key, value in more.items() if key != "advanced"} | advanced
             name = f"{kind.replace('_', ' ')} {overlap}"
             if overlap != LEFT_OUT:
                 block["overlap"] = overlap
             if tolerance is not None:
-                block["tolerance"] = tolerance
+                advanced["tolerance"] = tolerance
                 name += f" tol {tolerance:g}"
             if exchange is not None:
-                block["exchange"] = exchange
+                advanced["exchange"] = exchange
                 name += f" {exchange}"
             if len(of_kind) > 1:
-                name += "".join(f" {key}={value}" for key, value in more.items())
+                name += "".join(f" {key}={value}" for key, value in given.items())
+            if advanced:
+                block["advanced"] = advanced
             variants.append(Variant(name, "sdpa", block, documents=documents))
     seen: dict[str, int] = {}
     named = []

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.exchange.base import Exchange, Expected, Messages, Pending, Round
-from deepspeed_distca.attention_server.kernels import Kernel
+from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 
 @dataclass
@@ -164,13 +165,23 @@ class TimedKernel:
         self._kernel, self._timer = kernel, timer
         self.name, self.grad_dtype = kernel.name, kernel.grad_dtype
 
-    def forward(self, q, *arguments, **keywords):
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tasks: TaskBatch,
+        spec: AttentionSpec,
+        into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Kernel`."""
         with self._timer.kernel(q):
-            return self._kernel.forward(q, *arguments, **keywords)
+            return self._kernel.forward(q, k, v, tasks, spec, into)
 
-    def backward(self, dout, *arguments, **keywords):
-        with self._timer.kernel(dout):
-            return self._kernel.backward(dout, *arguments, **keywords)
+    def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
+        """See :class:`Kernel`."""
+        with self._timer.kernel(inputs.dout):
+            self._kernel.backward(inputs, tasks, spec, grads)
 
 
 class TimedExchange:

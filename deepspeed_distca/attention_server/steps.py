@@ -22,7 +22,8 @@ from typing import TypeVar
 import torch
 
 from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, Pending
-from deepspeed_distca.attention_server.kernels import Kernel
+from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel
+from deepspeed_distca.attention_server.kernels.api import new_outputs
 from deepspeed_distca.attention_server.parts import Part, Parts
 from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.server_plan import ServerPlan
@@ -35,7 +36,6 @@ from deepspeed_distca.attention_server.transfers import (
     dispatch,
     give_back,
     moved_delta,
-    stats_dtype,
     take_back,
 )
 from deepspeed_distca.attention_server.watch import Watch
@@ -148,12 +148,11 @@ class ForwardSteps(_Steps):
         part, q = self._phase.parts[i], self._q[i]
         p, spec, kernel = part.server, self._spec, self._kernel
         k, v = self._keys_in_place(part, i, self._keys)
-        out = q.new_empty((len(q), q.shape[1], v.shape[2]))
-        lse = q.new_empty((q.shape[1], len(q)), dtype=stats_dtype(q))
+        out, lse = new_outputs(q, v)
 
         def at_home() -> None:
             if len(part.local):
-                kernel.forward(q, k, v, part.local, spec, out, lse)
+                kernel.forward(q, k, v, part.local, spec, (out, lse))
 
         if p.is_local:
             self._results[i] = out, lse, None
@@ -300,9 +299,10 @@ class BackwardSteps(_Steps):
         k, v = self._keys_in_place(part, i, [(g.k, g.v) if g else None for g in self._given])
         dk, dv = (total[part.k_first : part.first + part.rows] for total in self._home_sums)
 
+        inputs = BackwardInputs(given.q, k, v, given.dout, given.lse, given.out if delta is None else None, delta)
+
         def run(tasks: TaskBatch, dk: torch.Tensor, dv: torch.Tensor) -> None:
-            results = dict(out=given.out if delta is None else None, delta=delta, dq=self._dq[i], dk=dk, dv=dv)
-            self._kernel.backward(given.dout, given.q, k, v, given.lse, tasks, self._spec, **results)
+            self._kernel.backward(inputs, tasks, self._spec, Gradients(self._dq[i], dk, dv))
 
         if len(part.local):
             run(part.local, dk, dv)
@@ -334,10 +334,10 @@ def serve_backward(
     """
     q, dout, stats, k, v = work
     lse, delta = (_transposed(t) for t in stats.unbind(1))
-    dq = torch.empty_like(q)
+    dq, inputs = torch.empty_like(q), BackwardInputs(q, k, v, dout, lse, delta=delta)
 
     def run(tasks: TaskBatch, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        kernel.backward(dout, q, k, v, lse, tasks, spec, out=None, delta=delta, dq=dq, dk=dk, dv=dv)
+        kernel.backward(inputs, tasks, spec, Gradients(dq, dk, dv))
 
     sums.add(part, run)
     return dq

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class TaskBatch:
     k_len: np.ndarray
     q_rows: int
     k_rows: int
+    _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not len(self):
@@ -97,16 +102,31 @@ class TaskBatch:
         return [slice(a, b) for a, b in zip(borders[::2], borders[1::2], strict=True) if a < b]
 
     @cached_property
+    def key_overlap(self) -> tuple[int, int] | None:
+        """Two tasks that share a key row, or None."""
+        order = np.argsort(self.k_start, kind="stable")
+        ends = (self.k_start + self.k_len)[order]
+        shared = np.flatnonzero(self.k_start[order][1:] < ends[:-1])
+        return (int(order[shared[0]]), int(order[shared[0] + 1])) if len(shared) else None
+
+    @cached_property
     def area(self) -> int:
         """Query-key pairs under the causal mask, without a window."""
         return int((self.q_len * (2 * self.k_len - self.q_len + 1) // 2).sum())
 
+    def once(self, make: Callable[..., Made], *arguments: Hashable) -> Made:
+        """``make(self, *arguments)``, called once and kept with the batch: one batch serves every layer.
+
+        Whatever a kernel derives from a batch alone (index tensors, cu_seqlens, host lists) goes through here.
+        """
+        key = (make, *arguments)
+        if key not in self._made:
+            self._made[key] = make(self, *arguments)
+        return self._made[key]
+
     def on(self, device: torch.device) -> DeviceTasks:
-        """The int32 metadata on a device; made once per device and kept with the batch."""
-        cache = self.__dict__.setdefault("_on", {})
-        if device not in cache:
-            cache[device] = DeviceTasks.of(self, device)
-        return cache[device]
+        """The int32 metadata on a device; made once."""
+        return self.once(DeviceTasks.of, device)
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,8 @@ def find_contract(
         raise UnsupportedModelError(f"{name}: {fault}. Set `distca.enabled` to false for this model") from None
     except Exception as error:
         raise UnsupportedModelError(
-            f"{name} failed when it was tried on tiny documents: {type(error).__name__}: {error}. Set `distca.probe` "
-            "to false to go without this trial, if the model can train on such batches"
+            f"{name} failed when it was tried on tiny documents: {type(error).__name__}: {error}. Set "
+            "`distca.advanced.probe` to false to go without this trial, if the model can train on such batches"
         ) from error
     return Contract(
         found.targets, found.takes_shift_labels, found.weighting, found.takes_positions, found.whole_rows, longest

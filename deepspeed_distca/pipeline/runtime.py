@@ -31,7 +31,7 @@ from deepspeed_distca.attention_server.server import AttentionServer
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.watch import Watch
-from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, PipelineConfig
+from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.huggingface.attention_function import FIRST, NAME
 from deepspeed_distca.layout import Layout
@@ -112,17 +112,17 @@ class PipelineRuntime:
         _check_engine(engine)
         module: DecoderPipeline = engine.module
         check_attention(module.config)
-        if config.server_weights is not None:
+        if config.advanced.server_weights is not None:
             raise DistCAConfigError(
-                f"`{BLOCK}.server_weights` cannot be combined with a PipelineModule, whose servers change from tick "
-                "to tick; remove it"
+                f"`{BLOCK}.advanced.server_weights` cannot be combined with a PipelineModule, whose servers change "
+                "from tick to tick; remove it"
             )
-        topology = _Topology(engine, (config.pipeline or PipelineConfig()).scope, config.servers)
+        topology = _Topology(engine, config.advanced.pipeline_scope, config.servers)
         try:
             slots = Slots([module.stage_windows[s] for s in topology.stages])
         except ValueError as error:
             raise DistCAConfigError(
-                f'{error}. Choose `{BLOCK}.pipeline.scope` "stage", or another number of stages'
+                f'{error}. Choose `{BLOCK}.advanced.pipeline_scope` "stage", or another number of stages'
             ) from None
         dtype = _attention_dtype(engine)
         same = {
@@ -142,7 +142,7 @@ class PipelineRuntime:
         """Collective: makes the groups, and all that lives on them."""
         module: DecoderPipeline = engine.module
         self._engine, self._module, watch = engine, module, self._watch
-        self._scope = (config.pipeline or PipelineConfig()).scope
+        self._scope = config.advanced.pipeline_scope
         topology, slots, heads, dtype = prepared.topology, prepared.slots, prepared.heads, prepared.dtype
         choice = said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
         cost = choice.cost
@@ -166,11 +166,11 @@ class PipelineRuntime:
         self.server = AttentionServer(
             agreement=Agreement(agreeing, servers, everything, watch),
             exchange=make_exchange(
-                config.exchange or "nccl",  # peer copies were never tried beside the stages' own sends
+                config.advanced.exchange or "nccl",  # peer copies were never tried beside the stages' own sends
                 self._exchange_group,
                 engine.device,
                 timeout=config.timeout_seconds,
-                staging_mib=config.staging_mib,
+                staging_mib=config.advanced.staging_mib,
                 watch=watch,
             ),
             server=topology.server,
@@ -179,7 +179,7 @@ class PipelineRuntime:
             windows=module.stage_windows[engine.stage_id],
             kernel=config.kernel,
             local_first=config.overlap != "none",
-            check_plan=config.check_plan,
+            check_plan=True,
             accumulation_steps=engine.gradient_accumulation_steps,
             ranks=topology.all_replicas,
             step=lambda: engine.global_steps,
@@ -216,7 +216,7 @@ class PipelineRuntime:
                 f"distca: {sum(map(len, module.stage_windows))} attention layers in {engine.num_stages} stages, "
                 f"{servers} attention servers in {len(topology.groups)} group(s) (scope {self._scope}); kernel "
                 f"{config.kernel or 'automatic'}, overlap {'local_first' if config.overlap != 'none' else 'none'}, "
-                f"cost model {choice.source}, tolerance {config.tolerance:g}",
+                f"cost model {choice.source}, tolerance {config.advanced.tolerance:g}",
                 flush=True,
             )
 

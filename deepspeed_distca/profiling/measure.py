@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_distca.attention_server.kernels import Kernel, KernelError
+from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel, KernelError
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.profiling.shapes import Limits, Shape, fitting_shapes, held_out_shapes
 from deepspeed_distca.scheduler.cost_model import PHASES
@@ -95,10 +95,9 @@ class KernelBench:
         q, dout, dq, out = (x[: tasks.q_rows] for x in (self._q, self._dout, self._dq, self._out))
         k, v, dk, dv = (x[: tasks.k_rows] for x in (self._k, self._v, self._dk, self._dv))
         lse = self._lse[: self.heads.query * tasks.q_rows].view(self.heads.query, -1)
-        forward = self._stopwatch.start(lambda: self.kernel.forward(q, k, v, tasks, spec, out, lse))
-        backward = self._stopwatch.start(
-            lambda: self.kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, dq=dq, dk=dk, dv=dv)
-        )
+        forward = self._stopwatch.start(lambda: self.kernel.forward(q, k, v, tasks, spec, (out, lse)))
+        inputs, grads = BackwardInputs(q, k, v, dout, lse, out), Gradients(dq, dk, dv)
+        backward = self._stopwatch.start(lambda: self.kernel.backward(inputs, tasks, spec, grads))
         return {"forward": forward, "backward": backward}
 
     def seconds(self, shape: Shape) -> dict[str, float]:

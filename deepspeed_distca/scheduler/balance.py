@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from deepspeed_distca.defaults import GRANULARITY, TOLERANCE
 from deepspeed_distca.given import integer, number
 from deepspeed_distca.layout import MAX_TOKENS, Layout
 from deepspeed_distca.scheduler.cost_model import MAX_COST, UNITS_PER_SECOND, CostModel, Phase, key_start
@@ -61,9 +62,9 @@ def balance(
     cost: CostModel,
     *,
     phase: Phase = "forward",
-    tolerance: float = 0.02,
+    tolerance: float = TOLERANCE,
     min_shard_tokens: int | None = None,
-    granularity: int = 128,
+    granularity: int = GRANULARITY,
     window: int | None = None,
     heads: Heads | None = None,
     server_weights: Sequence[int] | None = None,
@@ -82,8 +83,7 @@ def balance(
         layout: where the tokens live.
         cost: what tasks cost; decides everything.
         phase: "forward" or "backward": whose cost is balanced and whose bytes are weighed.
-        tolerance: 0.02 by default: the cost model itself is off by 1 to 4 %, so that less wins nothing for certain and
-            costs transfers.
+        tolerance: share by which a load may exceed its own.
         min_shard_tokens: query rows below which no piece is cut, nor left over by a cut; None is one granule.
         granularity: cuts lie at document positions that are multiples of it.
         window: keys a query sees, its own included; None for full causal attention.

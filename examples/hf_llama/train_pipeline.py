@@ -3,7 +3,7 @@
 
     deepspeed --num_accelerators 2 examples/hf_llama/train_pipeline.py --stages 2
 
-The block `"distca": {"pipeline": {"scope": "grid"}}` of the DeepSpeed config does it; the script makes the layers with
+The block `"distca": {"enabled": true}` of the DeepSpeed config does it; the script makes the layers with
 `DecoderPipeline` and calls `train_batch` as any script for PipelineEngine. Without arguments it trains a small Llama
 from scratch on the Python standard library's sources. `--save-model` writes the whole model as `from_pretrained` reads
 it.

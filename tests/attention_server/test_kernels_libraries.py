@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_distca.attention_server.kernels import KernelError, make_kernel
+from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, KernelError, make_kernel
 from deepspeed_distca.attention_server.kernels import packed_kernel as packed_kernel_module
 from deepspeed_distca.attention_server.kernels.libraries import out_from_delta
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
@@ -29,9 +29,9 @@ def int64(*values: int) -> np.ndarray:
 # Stand-ins for the libraries
 
 
-def stand_in_forward(q, k, v, q_start, q_len, k_start, k_len, scale, window, softcap, out=None, lse=None):
+def stand_in_forward(q, k, v, q_start, q_len, k_start, k_len, scale, window, softcap, into=None):
     tasks = TaskBatch(q_start, q_len, k_start, k_len, len(q), len(k))
-    return REFERENCE.forward(q, k, v, tasks, AttentionSpec(scale, window, softcap), out, lse)
+    return REFERENCE.forward(q, k, v, tasks, AttentionSpec(scale, window, softcap), into)
 
 
 def stand_in_backward(
@@ -42,20 +42,8 @@ def stand_in_backward(
     if dlse is not None:
         delta = delta - dlse
     wide_dk, wide_dv = dk.float(), dv.float()
-    REFERENCE.backward(
-        dout,
-        q,
-        k,
-        v,
-        lse,
-        tasks,
-        AttentionSpec(scale, window, softcap),
-        out=None,
-        delta=delta.contiguous(),
-        dq=dq,
-        dk=wide_dk,
-        dv=wide_dv,
-    )
+    inputs = BackwardInputs(q, k, v, dout, lse, delta=delta.contiguous())
+    REFERENCE.backward(inputs, tasks, AttentionSpec(scale, window, softcap), Gradients(dq, wide_dk, wide_dv))
     dk.copy_(wide_dk)
     dv.copy_(wide_dv)
 
@@ -104,7 +92,7 @@ class StandIn4:
         assert max_seqlen_q >= max(256, int(seqused_q.max())) and max_seqlen_k >= max(256, int(seqused_k.max()))
         ranges = [host(x) for x in (cu_seqlens_q[:-1], seqused_q, cu_seqlens_k[:-1], seqused_k)]
         window = window_of(causal, window_size_left, window_size_right)
-        stand_in_forward(q, k, v, *ranges, softmax_scale, window, softcap, out, lse)
+        stand_in_forward(q, k, v, *ranges, softmax_scale, window, softcap, (out, lse))
 
     def _flash_attn_bwd(
         self,
@@ -479,11 +467,11 @@ def check_kernel(kernel, tasks: TaskBatch, spec: AttentionSpec, dims=(16, 16), h
     # Only where they are defined: allocated rows outside the ranges may hold anything.
     delta = torch.zeros(heads[0], tasks.q_rows)
     delta[:, q_rows] = (dout.float() * wanted_out.float()).sum(-1).t()[:, q_rows]
-    wanted = {"dq": q.clone(), "dk": k.float(), "dv": v.float()}
-    REFERENCE.backward(dout, q, k, v, wanted_lse, tasks, spec, out=None, delta=delta, **wanted)
+    wanted = Gradients(q.clone(), k.float(), v.float())
+    REFERENCE.backward(BackwardInputs(q, k, v, dout, wanted_lse, delta=delta), tasks, spec, wanted)
 
     out, lse = torch.full_like(dout, SENTINEL), torch.full((heads[0], tasks.q_rows), SENTINEL)
-    got = kernel.forward(q, k, v, tasks, spec, out, lse)
+    got = kernel.forward(q, k, v, tasks, spec, (out, lse))
     assert got[0] is out and got[1] is lse
     fresh_out, fresh_lse = kernel.forward(q, k, v, tasks, spec)
     assert fresh_out.shape == out.shape and fresh_lse.shape == lse.shape and fresh_out.is_contiguous()
@@ -492,13 +480,13 @@ def check_kernel(kernel, tasks: TaskBatch, spec: AttentionSpec, dims=(16, 16), h
         assert error(got_lse[:, q_rows], wanted_lse[:, q_rows]) < 1e-5
     assert (out[~q_rows] == SENTINEL).all() and (lse[:, ~q_rows] == SENTINEL).all()
 
-    for way in ({"out": out, "delta": None}, {"out": None, "delta": delta}):
-        grads = {"dq": q, "dk": k, "dv": v}
-        grads = {name: torch.full_like(x, SENTINEL, dtype=kernel.grad_dtype(x.dtype)) for name, x in grads.items()}
-        kernel.backward(dout, q, k, v, lse, tasks, spec, **way, **grads)
+    for way in ({"out": out}, {"delta": delta}):
+        wide = kernel.grad_dtype(q.dtype)
+        grads = Gradients(*(torch.full_like(x, SENTINEL, dtype=t) for x, t in ((q, q.dtype), (k, wide), (v, wide))))
+        kernel.backward(BackwardInputs(q, k, v, dout, lse, **way), tasks, spec, grads)
         for name, rows in (("dq", q_rows), ("dk", k_rows), ("dv", k_rows)):
-            assert error(grads[name][rows], wanted[name][rows]) < 6e-3, (name, way["delta"] is None)
-            assert (grads[name][~rows] == SENTINEL).all(), name
+            assert error(getattr(grads, name)[rows], getattr(wanted, name)[rows]) < 6e-3, (name, *way)
+            assert (getattr(grads, name)[~rows] == SENTINEL).all(), name
 
 
 @pytest.mark.parametrize("make_batch", BATCHES)
@@ -535,11 +523,11 @@ def test_empty_batch_calls_no_library(install, library):
     tasks = TaskBatch(int64(), int64(), int64(), int64(), 3, 2)
     q, k, v = torch.ones(3, 2, 8).bfloat16(), torch.ones(2, 1, 8).bfloat16(), torch.ones(2, 1, 8).bfloat16()
     out, lse = torch.full_like(q, SENTINEL), torch.full((2, 3), SENTINEL)
-    kernel.forward(q, k, v, tasks, AttentionSpec(1.0), out, lse)
+    kernel.forward(q, k, v, tasks, AttentionSpec(1.0), (out, lse))
     kernel.forward(q, k, v, tasks, AttentionSpec(1.0))
-    dq, dk, dv = (torch.full_like(x, SENTINEL) for x in (q, k, v))
-    kernel.backward(q, q, k, v, lse, tasks, AttentionSpec(1.0), out=out, delta=None, dq=dq, dk=dk, dv=dv)
-    assert calls == [] and all((x == SENTINEL).all() for x in (out, lse, dq, dk, dv))
+    grads = Gradients(*(torch.full_like(x, SENTINEL) for x in (q, k, v)))
+    kernel.backward(BackwardInputs(q, k, v, q, lse, out), tasks, AttentionSpec(1.0), grads)
+    assert calls == [] and all((x == SENTINEL).all() for x in (out, lse, grads.dq, grads.dk, grads.dv))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -549,8 +537,8 @@ def test_overlapping_keys_are_refused_in_backward(install, library):
     q, k, v = torch.ones(4, 2, 8).bfloat16(), torch.ones(4, 1, 8).bfloat16(), torch.ones(4, 1, 8).bfloat16()
     out, lse = kernel.forward(q, k, v, tasks, AttentionSpec(1.0))
     with pytest.raises(KernelError, match="overlap"):
-        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        kernel.backward(q, q, k, v, lse, tasks, AttentionSpec(1.0), out=out, delta=None, dq=dq, dk=dk, dv=dv)
+        grads = Gradients(*(torch.zeros_like(x) for x in (q, k, v)))
+        kernel.backward(BackwardInputs(q, k, v, q, lse, out), tasks, AttentionSpec(1.0), grads)
     assert calls == ["forward"]
 
 
@@ -575,8 +563,8 @@ def test_flash_attention_4_runs_in_place_unless_no_order_ascends(install):
         tasks, spec = make_batch(), AttentionSpec(0.3)
         q, k, v = (torch.ones(n, 2, 8).bfloat16() for n in (tasks.q_rows, tasks.k_rows, tasks.k_rows))
         out, lse = kernel.forward(q, k, v, tasks, spec)
-        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        kernel.backward(q, q, k, v, lse, tasks, spec, out=out, delta=None, dq=dq, dk=dk, dv=dv)
+        grads = Gradients(*(torch.zeros_like(x) for x in (q, k, v)))
+        kernel.backward(BackwardInputs(q, k, v, q, lse, out), tasks, spec, grads)
         assert (seen[-1] == q.data_ptr()) == in_place, make_batch.__name__
 
 
@@ -593,9 +581,9 @@ def test_more_sequences_than_a_call_may_have_are_split(install, monkeypatch):
     q, k, v = (torch.randn(count, 1, 8, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
     out, lse = kernel.forward(q, k, v, tasks, AttentionSpec(0.3))
     assert torch.equal(out, v) and calls == ["forward", "forward"]
-    dq, dk, dv = (torch.full_like(x, SENTINEL) for x in (q, k, v))
-    kernel.backward(q, q, k, v, lse, tasks, AttentionSpec(0.3), out=out, delta=None, dq=dq, dk=dk, dv=dv)
-    assert torch.equal(dv, q) and calls == ["forward", "forward", "backward", "backward"]
+    grads = Gradients(*(torch.full_like(x, SENTINEL) for x in (q, k, v)))
+    kernel.backward(BackwardInputs(q, k, v, q, lse, out), tasks, AttentionSpec(0.3), grads)
+    assert torch.equal(grads.dv, q) and calls == ["forward", "forward", "backward", "backward"]
 
 
 def test_packed_rows_beyond_32_bit_offsets_are_split_or_refused(install, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_distca.attention_server.kernels import Kernel, KernelError, make_kernel
+from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel, KernelError, make_kernel
 from deepspeed_distca.attention_server.kernels import reference as reference_module
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
@@ -99,7 +99,7 @@ def check_case(pairs, spec, heads=(4, 2), dims=(16, 16), dtype=torch.float32, se
 
     out = torch.full((tasks.q_rows, heads[0], dims[1]), SENTINEL, dtype=dtype)
     lse = torch.full((heads[0], tasks.q_rows), SENTINEL, dtype=kernel.grad_dtype(dtype))
-    got_out, got_lse = kernel.forward(q, k, v, tasks, spec, out, lse)
+    got_out, got_lse = kernel.forward(q, k, v, tasks, spec, (out, lse))
     assert got_out is out and got_lse is lse
     out_tolerance = tolerance if dtype in (torch.float32, torch.float64) else 4e-3
     assert error(out[q_rows], expected_out[q_rows]) < out_tolerance
@@ -112,13 +112,13 @@ def check_case(pairs, spec, heads=(4, 2), dims=(16, 16), dtype=torch.float32, se
     exact_delta = (dout.double() * expected_out).sum(-1).t().contiguous()
     # Two ways to the same gradients. delta is exact here; out has been rounded to the input's dtype.
     ways = {
-        "out": (out, None, out_tolerance),
-        "delta": (None, exact_delta.to(kernel.grad_dtype(dtype)), tolerance),
+        "out": (out, out_tolerance),
+        "delta": (exact_delta.to(kernel.grad_dtype(dtype)), tolerance),
     }
-    for way, (given_out, given_delta, dk_tolerance) in ways.items():
+    for way, (given, dk_tolerance) in ways.items():
         dq = torch.full_like(q, SENTINEL)
         dk, dv = (torch.full_like(x, SENTINEL, dtype=kernel.grad_dtype(dtype)) for x in (k, v))
-        kernel.backward(dout, q, k, v, lse, tasks, spec, out=given_out, delta=given_delta, dq=dq, dk=dk, dv=dv)
+        kernel.backward(BackwardInputs(q, k, v, dout, lse, **{way: given}), tasks, spec, Gradients(dq, dk, dv))
         for name, got, expected, rows, bound in (
             ("dq", dq, expected_grads[0], q_rows, out_tolerance),
             ("dk", dk, expected_grads[1], k_rows, dk_tolerance),
@@ -243,7 +243,7 @@ def test_gradient_of_the_lse_folds_into_delta():
     out, lse = kernel.forward(q, k, v, tasks, spec)
     delta = (dout * out).sum(-1).t() - dlse
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    kernel.backward(dout, q, k, v, lse, tasks, spec, out=None, delta=delta, dq=dq, dk=dk, dv=dv)
+    kernel.backward(BackwardInputs(q, k, v, dout, lse, delta=delta), tasks, spec, Gradients(dq, dk, dv))
     for got, want in zip((dq, dk, dv), expected, strict=True):
         assert error(got, want) < 1e-5
 
@@ -260,9 +260,9 @@ def test_tasks_may_share_keys_in_forward_only():
     out, lse = kernel.forward(q, k, v, whole, spec)
     out_halves, lse_halves = kernel.forward(q, k, v, halves, spec)
     assert error(out_halves, out.double()) < 1e-6 and error(lse_halves, lse.double()) < 1e-6
-    gradients = {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    grads = Gradients(*(torch.zeros_like(x) for x in (q, k, v)))
     with pytest.raises(KernelError, match=r"task 0 \[0, 300\) and task 1 \[0, 113\) overlap"):
-        kernel.backward(out, q, k, v, lse, halves, spec, out=out, delta=None, **gradients)
+        kernel.backward(BackwardInputs(q, k, v, out, lse, out), halves, spec, grads)
 
 
 def test_two_thousand_one_token_documents():
@@ -275,7 +275,7 @@ def test_two_thousand_one_token_documents():
     assert torch.equal(out, v.repeat_interleave(2, 1))
     torch.testing.assert_close(lse, 0.5 * (q * k.repeat_interleave(2, 1)).sum(-1).t())
     dq, dk, dv = torch.ones_like(q), torch.ones_like(k), torch.ones_like(v)
-    kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, dq=dq, dk=dk, dv=dv)
+    kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, Gradients(dq, dk, dv))
     torch.testing.assert_close(dq, torch.zeros_like(dq), atol=1e-5, rtol=0)
     torch.testing.assert_close(dk, torch.zeros_like(dk), atol=1e-5, rtol=0)
     torch.testing.assert_close(dv, dout.unflatten(1, (2, 2)).sum(2))
@@ -289,9 +289,9 @@ def test_empty_batch_writes_nothing():
     q, k, v = torch.randn(3, 2, 4), torch.randn(2, 1, 4), torch.randn(2, 1, 4)
     out, lse = torch.full_like(q, SENTINEL), torch.full((2, 3), SENTINEL)
     kernel, spec = ReferenceKernel(), AttentionSpec(scale=1.0)
-    kernel.forward(q, k, v, tasks, spec, out, lse)
+    kernel.forward(q, k, v, tasks, spec, (out, lse))
     dq, dk, dv = (torch.full_like(x, SENTINEL) for x in (q, k, v))
-    kernel.backward(q, q, k, v, lse, tasks, spec, out=out, delta=None, dq=dq, dk=dk, dv=dv)
+    kernel.backward(BackwardInputs(q, k, v, q, lse, out), tasks, spec, Gradients(dq, dk, dv))
     assert all((x == SENTINEL).all() for x in (out, lse, dq, dk, dv))
 
 
@@ -319,7 +319,7 @@ def test_memory_is_linear_in_the_sequence(window):
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with LargestTensor() as largest:
         out, lse = kernel.forward(q, k, v, tasks, spec)
-        kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, dq=dq, dk=dk, dv=dv)
+        kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, Gradients(dq, dk, dv))
     assert largest.elements <= n * 16
     # Some rows of it against the dense softmax, so that the bound is that of a right result.
     for row in (0, 1, 511, 9_999, n - 1):
@@ -355,15 +355,14 @@ def test_refusals():
     with pytest.raises(KernelError, match=r"q has shape \(2, 2, 4\), expected \(3, 2, 4\)"):
         kernel.forward(q[:2], k, v, tasks, spec)
     with pytest.raises(KernelError, match="out has dtype torch.float64"):
-        kernel.forward(q, k, v, tasks, spec, torch.empty_like(dout, dtype=torch.float64))
+        kernel.forward(q, k, v, tasks, spec, (torch.empty_like(dout, dtype=torch.float64), torch.empty(2, 3)))
     out, lse = kernel.forward(q, k, v, tasks, spec)
-    gradients = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
-    for given in ({"out": None, "delta": None}, {"out": out, "delta": lse}):
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    for given in ({}, {"out": out, "delta": lse}):
         with pytest.raises(KernelError, match="exactly one of the two"):
-            kernel.backward(dout, q, k, v, lse, tasks, spec, **given, **gradients)
+            kernel.backward(BackwardInputs(q, k, v, dout, lse, **given), tasks, spec, Gradients(dq, dk, dv))
     with pytest.raises(KernelError, match="dk has dtype torch.bfloat16, expected torch.float32"):
-        gradients["dk"] = gradients["dk"].bfloat16()
-        kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, **gradients)
+        kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, Gradients(dq, dk.bfloat16(), dv))
 
 
 def test_autocast_leaves_products_in_fp32() -> None:
@@ -375,11 +374,10 @@ def test_autocast_leaves_products_in_fp32() -> None:
     kernel = ReferenceKernel()
 
     def run() -> list[torch.Tensor]:
-        out, lse = kernel.forward(q, k, v, tasks, spec, torch.zeros_like(q), torch.zeros(2, len(q)))
-        gradients = [torch.zeros_like(x) for x in (q, k, v)]
-        dq, dk, dv = gradients
-        kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, dq=dq, dk=dk, dv=dv)
-        return [out, lse, *gradients]
+        out, lse = kernel.forward(q, k, v, tasks, spec, (torch.zeros_like(q), torch.zeros(2, len(q))))
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, Gradients(dq, dk, dv))
+        return [out, lse, dq, dk, dv]
 
     expected = run()
     with torch.autocast("cpu", torch.bfloat16):

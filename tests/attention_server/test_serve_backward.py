@@ -6,11 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
 from deepspeed_distca.attention_server.parts import Parts
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.steps import WorkspaceGradients, serve_backward
-from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import task_rows
@@ -24,12 +25,11 @@ class RoundedGradients(ReferenceKernel):
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def backward(self, dout, q, k, v, lse, tasks, spec, *, out, delta, dq, dk, dv) -> None:
-        wide = [torch.empty_like(t, dtype=torch.float32) for t in (dk, dv)]
-        results = dict(out=out, delta=delta, dq=dq, dk=wide[0], dv=wide[1])
-        ReferenceKernel().backward(dout, q, k, v, lse, tasks, spec, **results)
+    def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
+        wide = Gradients(grads.dq, *(torch.empty_like(t, dtype=torch.float32) for t in (grads.dk, grads.dv)))
+        ReferenceKernel().backward(inputs, tasks, spec, wide)
         for span in tasks.key_spans:
-            dk[span], dv[span] = (t[span] for t in wide)
+            grads.dk[span], grads.dv[span] = wide.dk[span], wide.dv[span]
 
 
 @pytest.mark.parametrize("ranges", [2, 3, 24])

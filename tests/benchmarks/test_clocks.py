@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
 
-from tests.distributed.harness import ROOT
+from tests.distributed.harness import ROOT, run_program
 
 
 def test_samples_count_for_the_steps_they_lie_in(tmp_path: Path) -> None:
@@ -26,7 +25,7 @@ def test_samples_count_for_the_steps_they_lie_in(tmp_path: Path) -> None:
     }
     (tmp_path / "raw.json").write_text(json.dumps({"batches": {"long|short": rows}}))
     command = [sys.executable, str(ROOT / "benchmarks" / "clocks.py"), "raw.json", "clocks.csv"]
-    printed = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=60, check=True).stdout
+    printed = run_program(command, tmp_path).stdout
     assert printed.splitlines()[2:] == [
         "| long\\|short | plain | 900.0 | 1800, 490 | 1801, 490 |",
         "| long\\|short | distca | 850.0 | 1500, 690 | 1501, 690 |",

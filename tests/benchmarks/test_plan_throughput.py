@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 
 from deepspeed_distca.attention_server.task_batch import TaskBatch
-from tests.distributed.harness import ROOT
+from tests.distributed.harness import ROOT, run_program
 
 TINY = ["--servers", "2", "--tokens", "1024", "--q-heads", "4", "--kv-heads", "1", "--head-dim", "32"]
 
@@ -31,9 +29,8 @@ def test_servers_batches_are_measured_against_documents_of_their_area(tmp_path: 
     raw, saved = tmp_path / "raw.json", tmp_path / "report.md"
     command = [sys.executable, "benchmarks/plan_throughput.py", *TINY, "--mixes", "half|short", "short", "--repeats"]
     command += ["1", "--workloads", "pretrain:1:shuffled:whole", "--json", str(raw), "--save", str(saved)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=100, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    done = run_program(command)
+    assert done.returncode == 0, done.stdout[-6000:]
     found = json.loads(raw.read_text())
     assert found["kernel"] == "reference" and found["notes"] == ["Of 3 batches no row moves in 1 forward, 1 backward."]
     kinds = {(row["group"], row["phase"]) for row in found["rows"]}

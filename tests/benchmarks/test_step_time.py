@@ -177,12 +177,15 @@ def test_variants_of_several_blocks(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from steps.variants import make_variants
 
-    blocks = [{}, {"server_weights": [1, 1]}]
+    blocks = [{}, {"advanced": {"server_weights": [1, 1]}}]
     variants = make_variants(["plain", "distca", "distca_whole", "plain"], ["none"], None, None, blocks)
     assert [(v.name, v.block) for v in variants] == [
         ("plain", None),
         ("distca none", {"enabled": True, "overlap": "none"}),
-        ("distca none server_weights=[1, 1]", {"enabled": True, "server_weights": [1, 1], "overlap": "none"}),
+        (
+            "distca none server_weights=[1, 1]",
+            {"enabled": True, "advanced": {"server_weights": [1, 1]}, "overlap": "none"},
+        ),
         ("distca whole none", {"enabled": True, "overlap": "none"}),
         ("plain again", None),
     ]

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.distributed.harness import ROOT, run_program
+
 sys.path.append(str(ROOT / "benchmarks"))
-import timeline  # noqa: E402
+import timeline
 
 FORWARD, BACKWARD = "kernel_flash_fwd_sm90", "kernel_flash_bwd_sm90"
 
@@ -53,9 +53,9 @@ def test_a_layers_attention_is_found_over_all_ranks(tmp_path: Path) -> None:
 def test_the_picture_is_saved_and_a_trace_without_a_gpu_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/timeline.py", "--save", str(tmp_path / "t.png")]
     paths = [str(trace(tmp_path / f"{rank}.json", 10.0 * rank)) for rank in range(2)]
-    subprocess.run([*command, *paths], cwd=ROOT, check=True, timeout=100)
+    assert run_program([*command, *paths]).returncode == 0
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     empty = tmp_path / "empty.json"
     empty.write_text(json.dumps({"traceEvents": []}))
-    refused = subprocess.run([*command, str(empty)], cwd=ROOT, text=True, capture_output=True, timeout=100)
-    assert refused.returncode == 2 and "nothing of a GPU" in refused.stderr
+    refused = run_program([*command, empty])
+    assert refused.returncode == 2 and "nothing of a GPU" in refused.stdout

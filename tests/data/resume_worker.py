@@ -42,7 +42,7 @@ def train(kind: str, zero: int, folder: str, *, save: list[int] = (), tag: str |
         a digest of the weights, and how many micro-batches were trained.
     """
     engine, *_ = deepspeed.initialize(
-        model=tiny_llama(), config=ds_config(zero, ACCUMULATION, {"granularity": 8}, lr=1e-2)
+        model=tiny_llama(), config=ds_config(zero, ACCUMULATION, {"advanced": {"granularity": 8}}, lr=1e-2)
     )
     engine.train()
     loader = make_loader(kind)

@@ -13,7 +13,7 @@ CASES = [("regrouped", 0, [3, 4, 8]), ("accumulation", 1, [4]), ("workers", 3, [
 
 @pytest.fixture(scope="module")
 def runs() -> list[list[dict]]:
-    return run_ranks("tests.data.resume_worker:resumed", 2, cases=CASES, timeout=240)
+    return run_ranks("tests.data.resume_worker:resumed", 2, cases=CASES)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-zero{CASES[i][1]}")

@@ -32,7 +32,9 @@ def start(caches: list[str], block: dict, lengths: list[list[int]] | None = None
     logging.getLogger("deepspeed_distca").addHandler(handler)
     try:
         with contextlib.redirect_stdout(printed):
-            engine = deepspeed.initialize(model=tiny_llama(), config=ds_config(0, 1, {"granularity": 16, **block}))[0]
+            engine = deepspeed.initialize(
+                model=tiny_llama(), config=ds_config(0, 1, {"advanced": {"granularity": 16}, **block})
+            )[0]
     except (deepspeed_distca.DistCAConfigError, AgreementError) as error:
         return {"error": str(error)}
     outcome = {

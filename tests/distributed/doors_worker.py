@@ -68,14 +68,13 @@ def mine() -> list[list[int]]:
 
 
 def engine_of(model: torch.nn.Module, **config: Any) -> Any:
-    block = {"granularity": 1, "min_gain": 0.0, "tolerance": 0.0, "timeout_seconds": 60.0, **config.pop("block", {})}
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
         config={
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "distca": block,
+            "distca": {"advanced": {"granularity": 1, "min_gain": 0.0, "tolerance": 0.0}},
             **config,
         },
     )

@@ -213,7 +213,7 @@ def train_grouped(lengths: list[list[int]], servers: int) -> dict:
     documents = [[rng.integers(0, VOCABULARY, size=n).tolist() for n in row] for row in lengths]
     flat = dict(enumerate(d for row in documents for d in row))
     expected_loss, expected = reference(tiny_llama(), [flat])
-    block = {"servers": servers, "granularity": 8}
+    block = {"servers": servers, "advanced": {"granularity": 8}}
     engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, block))
     features = [{"input_ids": d} for d in documents[dist.get_rank()]]
     outcome = backward(engine, deepspeed_distca.PackedSequenceCollator()(features), expected_loss, expected)
@@ -225,7 +225,7 @@ def loss_curves(steps: int, **options) -> dict:
     deepspeed.init_distributed("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     curves = {}
-    for name, block in (("plugin", {"granularity": 16, **options}), ("plain", None)):
+    for name, block in (("plugin", {"advanced": {"granularity": 16}, **options}), ("plain", None)):
         engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, block, lr=3e-3))
         losses = []
         for step in range(steps):
@@ -273,41 +273,59 @@ def bad_input() -> dict:
     return {"error": error, "afterwards": float(engine(**_batch(9, 4)).loss.detach())}
 
 
-def missing_rank() -> dict:
+def missing_rank(seconds: float) -> dict:
     """Rank 1 runs no micro-batch."""
-    engine = _engine({"timeout_seconds": 5.0})
+    engine = _engine({"timeout_seconds": seconds})
     error = ""
     if dist.get_rank() == 0:
         try:
             engine(**_batch(9, 4))
         except RuntimeError as raised:
             error = str(raised)
+        _say("error")
+        _hear("that was all")  # rank 0 holds the store
     else:
-        time.sleep(15)  # there, but not coming
+        _hear("error")  # there, but not coming
+        _say("that was all")
     return {"error": error}
 
 
-def late_rank(seconds: float) -> dict:
-    """Rank 1 comes to a micro-batch late; how long it takes rank 0 to get to its first layer, and through it."""
+def late_rank() -> bool:
+    """Rank 1 comes to a micro-batch when rank 0 is in its first layer, and not before; whether it is there when rank 0
+    is through it."""
     engine = _engine({})
     engine(**_batch(9, 4))
-    begun = {}
+    through = []
     first = engine.module.model.layers[0]
-    first.register_forward_pre_hook(lambda *_: begun.update(layer=time.perf_counter()))
-    first.register_forward_hook(lambda *_: begun.update(through=time.perf_counter()))
-    dist.barrier()
-    if dist.get_rank() == 1:
-        time.sleep(seconds)
-    start = time.perf_counter()
+    if dist.get_rank() == 0:
+        first.register_forward_pre_hook(lambda *_: _say("in the layer"))
+        first.register_forward_hook(lambda *_: through.append(_said("coming")))
+    else:
+        _hear("in the layer")
+        time.sleep(0.5)  # rank 0 does not go on meanwhile
+        _say("coming")
     engine(**_batch(9, 4))
-    return {name: moment - start for name, moment in begun.items()}
+    return all(through)
+
+
+def _say(what: str) -> None:
+    dist.distributed_c10d._get_default_store().set(f"test: {what}", "said")
+
+
+def _said(what: str) -> bool:
+    return dist.distributed_c10d._get_default_store().check([f"test: {what}"])
+
+
+def _hear(what: str) -> None:
+    while not _said(what):
+        time.sleep(0.05)
 
 
 def different_options() -> dict:
     """Rank 1 has another tolerance."""
     deepspeed.init_distributed("gloo")
     try:
-        _engine({"tolerance": 0.1 * (1 + dist.get_rank())})
+        _engine({"advanced": {"tolerance": 0.1 * (1 + dist.get_rank())}})
         return {"error": ""}
     except RuntimeError as raised:
         return {"error": str(raised)}
@@ -315,7 +333,7 @@ def different_options() -> dict:
 
 def different_plans() -> dict:
     """Rank 1's scheduler decides otherwise on the same layout: it finds nothing to move."""
-    engine = _engine({"granularity": 16})
+    engine = _engine({"advanced": {"granularity": 16}})
     if dist.get_rank() == 1:
         decide = phase_planner.balance
         phase_planner.balance = lambda *given, **options: decide(*given, **{**options, "tolerance": 1000.0})

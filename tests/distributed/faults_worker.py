@@ -75,7 +75,7 @@ class Fault:
         elif self._kind == "exit":
             sys.exit(0)
         elif self._kind == "hang":
-            time.sleep(100)
+            time.sleep(1000)
         elif self._kind == "interrupt":
             raise KeyboardInterrupt
         elif self._kind == "raise":
@@ -85,7 +85,7 @@ class Fault:
 def script(fault: Fault, case: dict) -> None:
     """What a user's script does."""
     deepspeed.init_distributed("nccl" if os.environ["DS_ACCELERATOR"] == "cuda" else "gloo")
-    block: dict | None = {"timeout_seconds": case["seconds"], "granularity": 16, **case["block"]}
+    block: dict | None = {"timeout_seconds": case["seconds"], "advanced": {"granularity": 16}, **case["block"]}
     if fault.mine and case["own_block"] is not None:
         block = {**block, **case["own_block"]} if case["own_block"] else None
     if fault.mine and case["fault"] == "absent":
@@ -126,7 +126,7 @@ def script(fault: Fault, case: dict) -> None:
         except Exception as error:
             print("RAISED", type(error).__name__, error, flush=True)
             if fault.mine and case["lives_on"]:
-                time.sleep(100)  # saves, logs, tries again
+                time.sleep(1000)  # saves, logs, tries again
             raise
 
 
@@ -145,7 +145,7 @@ def pipeline_script(fault: Fault, case: dict) -> None:
             engine.train_batch(batches)
         except Exception:
             if fault.mine and case["lives_on"]:
-                time.sleep(100)
+                time.sleep(1000)
             raise
 
 

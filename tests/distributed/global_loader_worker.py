@@ -102,7 +102,7 @@ def _train_with_trainer(folder: str, state: dict | None, checkpoint: str | None)
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
-        deepspeed=ds_config(1, 2, {"granularity": 8}),
+        deepspeed=ds_config(1, 2, {"advanced": {"granularity": 8}}),
         per_device_train_batch_size=1,
         gradient_accumulation_steps=2,
         max_steps=6,
@@ -125,7 +125,7 @@ def _train_with_trainer(folder: str, state: dict | None, checkpoint: str | None)
 def trainer_and_engine() -> dict:
     """Losses of six steps of the bare engine, of Trainer, and of a Trainer that resumed after the third."""
     deepspeed.init_distributed("gloo")
-    engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 2, {"granularity": 8}))
+    engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 2, {"advanced": {"granularity": 8}}))
     losses = []
     for batch in _loader():
         loss = engine(**batch).loss

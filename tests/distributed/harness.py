@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a test function in real processes that form a process group, with a time limit and a clear report.
+"""Runs a test function in real processes that form a process group, or a program, with a clear report of what failed.
+
+Nothing here ends by the clock: a machine may be slow or busy. Processes are ended when they have done nothing for a
+while, as those in a collective that never returns. That and pytest's own limit (pyproject.toml), for what works for
+ever, are all the limits there are. Where time is the matter of a test, `slowness` says what a busy machine needs.
 
 Ranks on CPU are forked from a process that has imported torch, DeepSpeed and transformers already and done nothing
 else (preload.py): the import takes 5 s of a core for each rank otherwise, half of these tests' time. Ranks on GPUs
@@ -8,32 +12,139 @@ start afresh, since DeepSpeed chooses its accelerator when it is imported.
 
 from __future__ import annotations
 
+import collections
+import faulthandler
 import importlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from multiprocessing import forkserver
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
+#: Seconds after which processes that did nothing hang.
+QUIET = 60
+
+
+def slowness() -> float:
+    """How many times longer than alone a process takes on this machine as busy as it is, about; from 1 to 10."""
+    return min(10.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_program(
+    command: Sequence[object], folder: Path = ROOT, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program on CPU with one thread, whatever it starts included.
+
+    Args:
+        command: its arguments, of any types.
+        folder: in which it runs.
+        environment: what it has beside this process's.
+
+    Returns:
+        its end; `stdout` holds what it printed to both streams.
+
+    Raises:
+        AssertionError: it hangs; the message holds what it printed.
+    """
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",  # even where there is a GPU
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        **(environment or {}),
+    }
+    command = list(map(str, command))
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        ended = False
+        try:
+            ended = while_at_work([process.pid], lambda: _ended(process))
+        finally:
+            if not ended:
+                for pid in _family(process.pid):
+                    pid.kill()
+                process.wait()
+            output.seek(0)
+            printed = output.read()
+            if not ended:
+                print(printed[-6000:])
+    assert ended, f"{command} did nothing for {QUIET} s and was ended; it printed:\n{printed[-6000:]}"
+    return subprocess.CompletedProcess(command, process.returncode, printed)
+
+
+def _ended(process: subprocess.Popen) -> bool:
+    try:
+        process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def while_at_work(pids: Sequence[int], ended: Callable[[], bool], quiet: int = QUIET) -> bool:
+    """Waits for processes that work, however long they take.
+
+    Args:
+        pids: the processes; what they started counts as they do.
+        ended: waits a second at most, and says whether they have ended.
+        quiet: seconds after which processes that together used less than a hundredth of a core hang.
+
+    Returns:
+        whether they have ended; False: they hang.
+    """
+    before: dict[int, float] = {}
+    worked: collections.deque[float] = collections.deque(maxlen=quiet)
+    while not ended():
+        now = {process.pid: _processor_seconds(process) for pid in pids for process in _family(pid)}
+        worked.append(sum(max(0.0, seconds - before.get(pid, 0.0)) for pid, seconds in now.items()))
+        before = now
+        if len(worked) == quiet and sum(worked) < 0.01 * quiet:
+            return False
+    return True
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _processor_seconds(process: psutil.Process) -> float:
+    try:
+        return sum(process.cpu_times()[:2])
+    except psutil.Error:
+        return 0.0
 
 
 def run_ranks(
-    function: str, world: int, *, timeout: float = 120.0, threads: int = 1, accelerator: str = "cpu", **arguments: Any
+    function: str, world: int, *, quiet: int = QUIET, threads: int = 1, accelerator: str = "cpu", **arguments: Any
 ) -> list[Any]:
     """Calls ``function(**arguments)`` on every rank of a fresh process group.
 
     Args:
         function: "module:name", importable from the repository's root; it returns something JSON can hold.
         world: number of processes.
-        timeout: seconds after which all of them are killed and the test fails.
+        quiet: seconds after which ranks of which none does anything are killed, and the test fails.
         threads: of each process.
         accelerator: "cpu" or "cuda", DeepSpeed's name for the device.
         arguments: JSON values.
@@ -42,17 +153,14 @@ def run_ranks(
         what each rank returned.
 
     Raises:
-        AssertionError: a rank failed or the time is up; the message holds every rank's output.
+        AssertionError: a rank failed or all hang; the message holds every rank's output, and where it hangs.
     """
     with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         common = {
             **os.environ,
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": str(threads),
             "DS_ACCELERATOR": accelerator,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -64,25 +172,45 @@ def run_ranks(
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             task = (function, json.dumps(arguments), folder, environment)
             processes.append(context.Process(target=_rank, args=task))
-        end = time.monotonic() + timeout
+
+        def ended() -> bool:
+            connection.wait([process.sentinel for process in processes if process.exitcode is None], 1.0)
+            return all(process.exitcode is not None for process in processes)
+
         try:
             for process in processes:
                 process.start()
-            for process in processes:
-                process.join(max(0.0, end - time.monotonic()))
-            codes = ["time limit" if process.exitcode is None else process.exitcode for process in processes]
+            while_at_work([process.pid for process in processes], ended, quiet)
+        except BaseException:  # pytest's limit
+            _say_where(processes)
+            print(_logs(folder, world))
+            raise
         finally:
+            codes = ["hangs" if process.exitcode is None else process.exitcode for process in processes]
+            if "hangs" in codes and sys.exc_info()[0] is None:
+                _say_where(processes)
             for process in processes:
                 if process.pid is not None:
                     process.kill()
                     process.join()
         results = [Path(folder, f"result{rank}") for rank in range(world)]
         if any(code != 0 for code in codes) or not all(path.exists() for path in results):
-            logs = [Path(folder, f"log{rank}") for rank in range(world)]
-            texts = [log.read_text(errors="replace")[-6000:] if log.exists() else "" for log in logs]
-            report = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in enumerate(texts))
-            raise AssertionError(f"{function} over {world} ranks: exit codes {codes}\n{report}")
+            raise AssertionError(f"{function} over {world} ranks: exit codes {codes}\n{_logs(folder, world)}")
         return [json.loads(path.read_text()) for path in results]
+
+
+def _logs(folder: str, world: int) -> str:
+    logs = [Path(folder, f"log{rank}") for rank in range(world)]
+    texts = [log.read_text(errors="replace")[-6000:] if log.exists() else "" for log in logs]
+    return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in enumerate(texts))
+
+
+def _say_where(processes: list[multiprocessing.process.BaseProcess]) -> None:
+    """Has processes that hang write where their threads are."""
+    for process in processes:
+        if process.pid is not None and process.exitcode is None:
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1.0)
 
 
 def _forking() -> multiprocessing.context.BaseContext:
@@ -103,6 +231,7 @@ def _rank(function: str, arguments: str, folder: str, environment: dict[str, str
     log = os.open(Path(folder, f"log{environment['RANK']}"), os.O_WRONLY | os.O_CREAT, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
+    faulthandler.register(signal.SIGUSR1)
     code = 1
     try:
         if environment["DS_ACCELERATOR"] == "cpu":

@@ -20,7 +20,7 @@ import deepspeed_distca
 from deepspeed_distca import engine_hooks
 from tests.distributed.engine_worker import VOCABULARY, ds_config, tiny_llama
 
-BLOCK = {"granularity": 16, "timeout_seconds": 60.0}
+BLOCK = {"advanced": {"granularity": 16}}
 
 
 def run() -> dict:
@@ -70,7 +70,9 @@ def _anew() -> dict:
     _step(engine)
     found["moved"] = [first.stats.bytes_moved > 0]
     found["again"] = deepspeed_distca.attach(engine) is engine and engine.distca is first
-    found["other options"] = _message_of(lambda: deepspeed_distca.attach(engine, {**BLOCK, "tolerance": 0.5}))
+    found["other options"] = _message_of(
+        lambda: deepspeed_distca.attach(engine, {"advanced": {"granularity": 16, "tolerance": 0.5}})
+    )
     wrapped = {"backward", "step"} & set(vars(engine))
     first.detach()
     first.detach()

@@ -70,7 +70,7 @@ def part_names(part: int) -> list[str]:
 @functools.cache
 def measure(part: int) -> list[dict[str, Any]]:
     """Runs a part of the models over two ranks; of each model, what is worse of what the ranks found."""
-    ranks = run_ranks("tests.distributed.models_worker:run", 2, timeout=280, names=part_names(part))
+    ranks = run_ranks("tests.distributed.models_worker:run", 2, names=part_names(part))
     return [max(found, key=_badness) for found in zip(*ranks, strict=True)]
 
 

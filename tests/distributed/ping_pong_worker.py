@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from dataclasses import asdict
-from datetime import timedelta
 
 import deepspeed
 import numpy as np
@@ -42,7 +41,7 @@ CPU = torch.device("cpu")
 def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
     """Random plans in two nano-batches with random cuts: see ``core_attention_worker.check``. And how many layouts had
     a document whose first half needs keys of another's second half, as "crossing"."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange = PeerToPeerExchange(dist.group.WORLD)
     kernel = make_kernel("reference")
@@ -200,7 +199,7 @@ def engine_of(
         parameter.requires_grad_(not frozen or frozen not in name)
     if checkpointing:
         llama.gradient_checkpointing_enable({"use_reentrant": False})
-    config = ds_config(zero, accumulation, {"granularity": 8, "overlap": "ping_pong", **block}, lr=0.0)
+    config = ds_config(zero, accumulation, {"advanced": {"granularity": 8}, "overlap": "ping_pong", **block}, lr=0.0)
     if zero == 3:
         config["zero_optimization"] |= dict.fromkeys(
             ("stage3_param_persistence_threshold", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"), 0
@@ -346,7 +345,7 @@ def outputs() -> dict:
     if rank == 1:
         batch["position_ids"] = torch.arange(40).remainder(8).expand(3, 40)
     model = model_families.build(*model_families.EXACT["OLMoE"], seed=3)
-    block = {"granularity": 4, "tolerance": 0.0, "overlap": "ping_pong"}
+    block = {"advanced": {"granularity": 4, "tolerance": 0.0}, "overlap": "ping_pong"}
     engine = deepspeed.initialize(model=model, config=ds_config(1, 1, block, lr=0.0))[0]
     engine.train()
     found, split = [], []
@@ -369,7 +368,7 @@ def autocast() -> dict:
     batch = packed_batch([[100], [20, 30, 50]][dist.get_rank()])
     found = {}
     for overlap_name in ("none", "ping_pong"):
-        block = {"granularity": 8, "overlap": overlap_name}
+        block = {"advanced": {"granularity": 8}, "overlap": overlap_name}
         more = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
         engine = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 1, block, lr=0.0, **more))[0]
         engine.train()

@@ -131,7 +131,7 @@ def parameters_by_name(module: DecoderPipeline) -> dict[str, torch.nn.Parameter]
 
 def make_engine(stages: int, micro_batches: int, case: SimpleNamespace, optimizer: str = "sgd", **config):
     module = DecoderPipeline(make_model(*model_arguments(case)), stages, dynamic_shape=not case.static)
-    distca = None if case.distca is None else {"enabled": True, "granularity": 8, **case.distca}
+    distca = None if case.distca is None else {"advanced": {"granularity": 8}, **case.distca}
     settings = ds_config(case.zero, micro_batches, distca, **config)
     pipeline = {"activation_checkpoint_interval": case.interval, "use_reentrant": case.reentrant}
     settings["pipeline"] = pipeline
@@ -282,12 +282,12 @@ def refusals(stages: int) -> dict[str, str]:
     windows = defaults({"family": "qwen2", "options": uneven})
     found["windows"] = _message_of(lambda: make_engine(stages, 1, windows))
     found["servers"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"servers": 3}})))
-    weights = {"server_weights": [1, 1]}
+    weights = {"advanced": {"server_weights": [1, 1]}}
     found["weights"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": weights})))
     turns = {"overlap": "ping_pong"}
     found["overlap"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": turns})))
-    found["scope"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"pipeline": {"scope": "all"}}})))
-    found["option"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"pipeline": {"scopes": 1}}})))
+    scope = {"advanced": {"pipeline_scope": "all", "pipeline_scopes": 1}}
+    found["scope"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": scope})))
     found["stages"] = _message_of(lambda: make_engine(stages, 1, defaults({"layers": 1})))
     found["family"] = _message_of(lambda: make_engine(stages, 1, defaults({"family": "gemma"})))
 

@@ -10,7 +10,7 @@ from tests.distributed.harness import run_ranks
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks("tests.distributed.agreement_worker:run", 2, timeout=120, seed=5)
+    return run_ranks("tests.distributed.agreement_worker:run", 2, seed=5)
 
 
 def test_any_number_of_documents_and_values(ranks):

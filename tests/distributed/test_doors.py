@@ -24,7 +24,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def found() -> list[dict]:
-    return run_ranks("tests.distributed.doors_worker:run", 2, timeout=280)
+    return run_ranks("tests.distributed.doors_worker:run", 2)
 
 
 @pytest.mark.parametrize("name", [name for name in doors_worker.SCENARIOS if name not in REFUSED])

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_ranks, slowness
 
 TOLERANCE = 1e-5
-ENABLED = {"enabled": True, "granularity": 16}
+ENABLED = {"enabled": True, "advanced": {"granularity": 16}}
 LAYERS = 2
 CHECKPOINTING = ("reentrant", "non-reentrant", "deepspeed")
 
@@ -57,7 +57,7 @@ def test_exact_under_zero_accumulation_and_checkpointing(zero: int) -> None:
         for accumulation, keep in ((1, True), (3, True), (3, False))
         for checkpointing in ("off", *CHECKPOINTING)
     ]
-    results = run_ranks("tests.distributed.engine_worker:train_cases", 2, timeout=280, cases=cases)
+    results = run_ranks("tests.distributed.engine_worker:train_cases", 2, cases=cases)
     check(results, cases)
     assert all(outcome["bytes_moved"] > 0 for outcome in results[0])
     for outcomes in results:
@@ -91,7 +91,7 @@ def test_exact_for_any_lengths() -> None:
         for i, layout in enumerate(LAYOUTS.values())
         for overlap in ("none", "local_first")
     ]
-    results = run_ranks("tests.distributed.engine_worker:train_cases", 2, timeout=280, cases=cases)
+    results = run_ranks("tests.distributed.engine_worker:train_cases", 2, cases=cases)
     check(results, cases)
     balanced = [o["bytes_moved"] for c, o in zip(cases, results[0], strict=True) if c["layouts"] == [LAYOUTS["equal"]]]
     assert balanced == [0, 0]  # nothing to balance: nothing moved
@@ -102,8 +102,9 @@ def test_exact_for_any_lengths() -> None:
 
 def test_rows_stay_at_home_unless_balance_saves_enough() -> None:
     """So little work is never worth a transfer; a document that continues on the other rank is exchanged anyway."""
-    cases = [case([LAYOUTS[name]], min_gain=0.02) for name in ("uneven", "longer than a rank", "empty rank")]
-    results = run_ranks("tests.distributed.engine_worker:train_cases", 2, timeout=200, cases=cases)
+    advanced = {"granularity": 16, "min_gain": 0.02}
+    cases = [case([LAYOUTS[name]], advanced=advanced) for name in ("uneven", "longer than a rank", "empty rank")]
+    results = run_ranks("tests.distributed.engine_worker:train_cases", 2, cases=cases)
     check(results, cases)
     uneven, longer, empty = results[0]
     assert uneven["bytes_moved"] == empty["bytes_moved"] == 0 < longer["bytes_moved"]
@@ -119,27 +120,27 @@ def test_exact_over_more_ranks(world: int) -> None:
         case([spanning, lonely, mixed], zero, checkpointing, seed=world)
         for zero, checkpointing in ((0, "off"), (3, "non-reentrant"), (2, "reentrant"))
     ]
-    check(run_ranks("tests.distributed.engine_worker:train_cases", world, timeout=280, cases=cases), cases)
+    check(run_ranks("tests.distributed.engine_worker:train_cases", world, cases=cases), cases)
 
 
 def test_groups_of_servers() -> None:
     # Two groups of two servers: attention is shared within a group, the loss is weighted over all four ranks.
     rows = [[80], [5] * 4, [33, 1], [2, 3]]
-    results = run_ranks("tests.distributed.engine_worker:train_grouped", 4, timeout=200, lengths=rows, servers=2)
+    results = run_ranks("tests.distributed.engine_worker:train_grouped", 4, lengths=rows, servers=2)
     for outcome in results:
         assert abs(outcome["loss"] - outcome["expected"]) < TOLERANCE * outcome["expected"], outcome
         assert outcome["gradient_error"] < TOLERANCE, outcome
 
 
 def test_fifty_steps_with_and_without_the_plugin() -> None:
-    for curve in run_ranks("tests.distributed.engine_worker:loss_curves", 2, timeout=280, steps=50):
+    for curve in run_ranks("tests.distributed.engine_worker:loss_curves", 2, steps=50):
         differences = [abs(a - b) / b for a, b in zip(curve["plugin"], curve["plain"], strict=True)]
         assert max(differences) < 1e-4, differences
         assert curve["plain"][-1] < 0.8 * curve["plain"][0]
 
 
 def test_bad_input_on_one_rank_is_an_error_on_all() -> None:
-    first, second = run_ranks("tests.distributed.engine_worker:bad_input", 2, timeout=120)
+    first, second = run_ranks("tests.distributed.engine_worker:bad_input", 2)
     assert "position_ids of shape [3, 1, 8]" in first["error"]
     assert "rank 0 cannot use its micro-batch" in second["error"] and "[3, 1, 8]" in second["error"]
     for outcome in (first, second):
@@ -147,27 +148,27 @@ def test_bad_input_on_one_rank_is_an_error_on_all() -> None:
 
 
 def test_a_rank_that_stops_is_an_error_within_the_time_limit() -> None:
-    stays, stops = run_ranks("tests.distributed.engine_worker:missing_rank", 2, timeout=120)
+    stays, stops = run_ranks("tests.distributed.engine_worker:missing_rank", 2, seconds=5 * slowness())
     assert "same number of training micro-batches" in stays["error"] and stops["error"] == ""
 
 
 def test_a_rank_waits_for_others_at_its_first_attention_only() -> None:
-    early, _ = run_ranks("tests.distributed.engine_worker:late_rank", 2, timeout=120, seconds=3.0)
-    assert early["layer"] < 1.5 and early["through"] > 2.5
+    # It would hang if rank 0 waited before its first layer.
+    assert run_ranks("tests.distributed.engine_worker:late_rank", 2) == [True, True]
 
 
 def test_other_options_on_one_rank_are_refused() -> None:
-    for outcome in run_ranks("tests.distributed.engine_worker:different_options", 2, timeout=120):
-        assert "`distca.tolerance` is 0.1 on ranks [0] and 0.2 on ranks [1]" in outcome["error"]
+    for outcome in run_ranks("tests.distributed.engine_worker:different_options", 2):
+        assert "`distca.advanced.tolerance` is 0.1 on ranks [0] and 0.2 on ranks [1]" in outcome["error"]
 
 
 def test_another_plan_on_one_rank_is_an_error_on_all() -> None:
-    for outcome in run_ranks("tests.distributed.engine_worker:different_plans", 2, timeout=120):
+    for outcome in run_ranks("tests.distributed.engine_worker:different_plans", 2):
         assert "the ranks disagree on the plan of a micro-batch" in outcome["error"]
 
 
 def test_block_decides_and_hooks_come_off() -> None:
-    for outcome in run_ranks("tests.distributed.engine_worker:on_and_off", 2, timeout=200):
+    for outcome in run_ranks("tests.distributed.engine_worker:on_and_off", 2):
         assert outcome == {
             "absent": False,
             "disabled": False,
@@ -180,6 +181,6 @@ def test_block_decides_and_hooks_come_off() -> None:
 
 
 def test_evaluation_and_generation_are_the_models_own() -> None:
-    for outcome in run_ranks("tests.distributed.engine_worker:evaluation", 2, timeout=200):
+    for outcome in run_ranks("tests.distributed.engine_worker:evaluation", 2):
         assert outcome["generated_same"]
         assert outcome["padded_error"] < 1e-6 and outcome["packed_error"] < 1e-5

@@ -10,22 +10,21 @@ import json
 import multiprocessing
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import ROOT, _forking
+from tests.distributed.harness import ROOT, _forking, free_port, slowness, while_at_work
 
-SECONDS = 5.0
-#: Beyond the time limit, and what "at once" may take; twice that is allowed on a machine that has other work.
-AFTER, AT_ONCE, BUSY = 5.0, 3.0, 3.0
+#: The time limit, what is allowed beyond it, and what "at once" may take; more on a machine that has other work.
+SECONDS, AFTER, AT_ONCE = 5.0, 5.0, 6.0
 BEGIN, END = "<!-- table of faults: made by tests/distributed/test_faults.py -->", "<!-- end of the table -->"
 PAGE = ROOT / "docs" / "reliability.md"
 
@@ -58,10 +57,9 @@ class Case:
     own_block: dict | None = None
     pipeline: bool = False
 
-    @property
-    def seconds(self) -> float:
+    def seconds(self, slower: float) -> float:
         """The time limit: where it plays no part, one that would be noticed if it did."""
-        return 60.0 if self.at_once else SECONDS
+        return slower * (60.0 if self.at_once else SECONDS)
 
 
 MADE_UP = "ValueError: a made-up fault"
@@ -71,8 +69,8 @@ CASES = [
         "block",
         "hello",
         ("another option", "the hello"),
-        r"`distca.check_plan` is true on ranks \[0\] and false on ranks \[1\]",
-        own_block={"check_plan": False},
+        r"`distca.keep_attention` is true on ranks \[0\] and false on ranks \[1\]",
+        own_block={"keep_attention": False},
     ),
     Case(
         "block",
@@ -85,7 +83,7 @@ CASES = [
         "absent",
         "hello",
         ("has not imported the plugin", "the hello"),
-        r"ranks \[1\] said nothing within 5 s",
+        r"ranks \[1\] said nothing within .* s",
         at_once=False,
     ),
     Case("raise", "attach", ("raises, and ends", "attach"), f"rank 1 failed in attach: {MADE_UP}"),
@@ -224,44 +222,45 @@ class Outcome:
 
     Attributes:
         seconds: from the fault until the last of the other ranks was gone.
+        slower: how many times slower than alone processes were, about.
         codes: of the other ranks; None: still there.
         texts: what they said.
         own: what the rank said whose fault it is.
     """
 
     seconds: float
+    slower: float
     codes: list[int | None]
     texts: list[str]
     own: str
 
 
 def run(case: Case, accelerator: str = "cpu") -> Outcome:
-    """Runs a case to its end, or for long enough to know that it has none.
+    """Runs a case until the other ranks have ended or do nothing any more.
 
     Args:
         accelerator: "cpu" or "cuda", DeepSpeed's name for the device.
     """
     context = _forking() if accelerator == "cpu" else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        processes = []
+        processes, port, slower = [], free_port(), slowness()
         for rank in range(case.world):
             environment = {**os.environ, **_environment(rank, case.world, port), "DS_ACCELERATOR": accelerator}
             environment.pop("LOCAL_SIZE", None)
-            arguments = (_with_limit(case), folder, environment)
+            arguments = (_with_limit(case, slower), folder, environment)
             processes.append(context.Process(target=_rank, args=arguments))
         begun = time.time()
         try:
             for process in processes:
                 process.start()
             others = [process for rank, process in enumerate(processes) if rank != case.rank]
-            ended = 0.0
-            while not ended and time.time() < _begin(folder, begun + 60) + SECONDS + AFTER + 2 * BUSY:
-                time.sleep(0.05)
-                if all(process.exitcode is not None for process in others):
-                    ended = time.time()
+
+            def gone() -> bool:
+                connection.wait([process.sentinel for process in others if process.exitcode is None], 1.0)
+                return all(process.exitcode is not None for process in others)
+
+            while_at_work([process.pid for process in others], gone)
+            ended = time.time()
             codes = [process.exitcode for process in others]
         finally:
             for process in processes:
@@ -271,11 +270,11 @@ def run(case: Case, accelerator: str = "cpu") -> Outcome:
         logs = [Path(folder, f"log{rank}") for rank in range(case.world)]
         texts = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
         own = texts.pop(case.rank)
-        return Outcome((ended or time.time()) - _begin(folder, begun), codes, texts, own)
+        return Outcome(ended - _begin(folder, begun), max(slower, slowness()), codes, texts, own)
 
 
-def _with_limit(case: Case) -> dict:
-    return {**asdict(case), "seconds": case.seconds}
+def _with_limit(case: Case, slower: float) -> dict:
+    return {**asdict(case), "seconds": case.seconds(slower)}
 
 
 def _environment(rank: int, world: int, port: int) -> dict[str, str]:
@@ -311,8 +310,8 @@ def test_the_others_are_gone_in_time_and_say_why(index: int, outcomes: list[Outc
     report = f"after {outcome.seconds:.1f} s, exit codes {outcome.codes}\n" + "\n---\n".join(
         text[-3000:] for text in (*outcome.texts, outcome.own)
     )
-    limit = AT_ONCE + BUSY if case.at_once else SECONDS + AFTER
-    assert outcome.seconds <= limit, report
+    limit = AT_ONCE if case.at_once else SECONDS + AFTER
+    assert outcome.seconds <= limit * outcome.slower, report
     assert all(code not in (None, 0) for code in outcome.codes), report
     for text in outcome.texts:
         assert re.search(case.says, text), report
@@ -322,16 +321,13 @@ def test_the_others_are_gone_in_time_and_say_why(index: int, outcomes: list[Outc
 def test_a_script_that_python_itself_ends(tmp_path) -> None:
     """The same as above, with interpreters of their own: what is called at exit, and that threads end well."""
     case = next(case for case in CASES if (case.fault, case.place) == ("raise", "between"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
+    processes, port = [], free_port()
     for rank in range(2):
         command = [
             sys.executable,
             "-m",
             "tests.distributed.faults_worker",
-            json.dumps(_with_limit(case)),
+            json.dumps(_with_limit(case, slowness())),
             str(tmp_path),
         ]
         environment = {**os.environ, **_environment(rank, 2, port), "OMP_NUM_THREADS": "1"}
@@ -341,7 +337,7 @@ def test_a_script_that_python_itself_ends(tmp_path) -> None:
             )
         )
     try:
-        texts = [process.communicate(timeout=150)[1] for process in processes]
+        texts = [process.communicate()[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -15,7 +15,7 @@ TOLERANCE = 1e-5
 def case(
     lengths: list[int], budgets: list[int], placement: str, *, zero: int = 0, accumulation: int = 1, **more
 ) -> dict:
-    block = {"granularity": 8, **more}
+    block = {"advanced": {"granularity": 8, **more}}
     weights = more.get("server_weights")
     return {
         "lengths": lengths,
@@ -98,13 +98,15 @@ def test_trainer_takes_the_loader_and_resumes_with_it() -> None:
 
 def test_server_weights_of_groups() -> None:
     def weights(given: list[int], servers: int, rank: int) -> tuple[int, ...] | None:
-        return weights_of_servers(parse_config({"server_weights": given}).server_weights, 4, servers, rank)
+        return weights_of_servers(
+            parse_config({"advanced": {"server_weights": given}}).advanced.server_weights, 4, servers, rank
+        )
 
     assert weights_of_servers(None, 4, 2, 0) is None
     assert [weights([1, 2, 0, 3], 2, rank) for rank in range(4)] == [(1, 2), (1, 2), (0, 3), (0, 3)]
     assert weights([1, 2, 0, 3], 4, 1) == (1, 2, 0, 3) and weights([1, 2, 1, 3], 1, 1) is None
     for given, servers in (([1], 4), ([1] * 5, 4), ([-1, 2, 1, 1], 4), ([0, 0, 1, 1], 2), ([10**6 + 1, 1, 1, 1], 4)):
-        with pytest.raises(DistCAConfigError, match="`distca.server_weights` was given.*each of the 4"):
+        with pytest.raises(DistCAConfigError, match="`distca.advanced.server_weights` was given.*each of the 4"):
             weights(given, servers, 0)
     with pytest.raises(DistCAConfigError, match="server_weights"):
-        parse_config({"server_weights": [1.5, 2]})
+        parse_config({"advanced": {"server_weights": [1.5, 2]}})

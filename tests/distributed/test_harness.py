@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.distributed.harness import run_ranks
@@ -28,7 +26,6 @@ def test_a_failure_is_told(function: str, codes: list[int]) -> None:
 
 def test_a_rank_that_hangs_is_killed() -> None:
     run_ranks(f"{WORKER}:place", 1)  # whatever is only done once
-    begin = time.monotonic()
-    with pytest.raises(AssertionError, match=r"exit codes \[0, 'time limit'\]"):
-        run_ranks(f"{WORKER}:hangs", 2, timeout=3)
-    assert time.monotonic() - begin < 30
+    with pytest.raises(AssertionError, match=r"exit codes \[0, 'hangs'\]") as caught:
+        run_ranks(f"{WORKER}:hangs", 2, quiet=3)
+    assert "in hangs" in str(caught.value)  # where it is

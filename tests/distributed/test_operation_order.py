@@ -108,21 +108,28 @@ def cases(zero: int = 1) -> list[dict]:
     common = {"zero": zero, "interval": 1, "reentrant": True, "steps": 2}
     return [
         # As benchmarks/pipeline.py runs it.
-        {**common, "micro_batches": 8, "distca": {"servers": 1, "pipeline": {"scope": "stage"}}},
-        {**common, "micro_batches": 8, "distca": {"pipeline": {"scope": "grid"}}},
-        {**common, "micro_batches": 3, "distca": {"pipeline": {"scope": "grid"}}, "tied": True, "layers": 5},
+        {
+            **common,
+            "micro_batches": 8,
+            "distca": {"servers": 1, "advanced": {"granularity": 8, "pipeline_scope": "stage"}},
+        },
+        {**common, "micro_batches": 8, "distca": {}},
+        {**common, "micro_batches": 3, "distca": {}, "tied": True, "layers": 5},
         {**common, "micro_batches": 3, "distca": {"overlap": "none"}, "interval": 0, "static": True},
-        {**common, "micro_batches": 4, "distca": {"pipeline": {"scope": "stage"}}, "reentrant": False},
-        {**common, "micro_batches": 1, "distca": {"granularity": 1}},
+        {
+            **common,
+            "micro_batches": 4,
+            "distca": {"advanced": {"granularity": 8, "pipeline_scope": "stage"}},
+            "reentrant": False,
+        },
+        {**common, "micro_batches": 1, "distca": {"advanced": {"granularity": 1}}},
     ]
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 2), (4, 4)])
 def test_what_pipelines_issue_completes_in_any_backend(ranks: int, stages: int) -> None:
     given = cases()
-    records = run_ranks(
-        "tests.distributed.operation_order_worker:record", ranks, timeout=280, stages=stages, cases=given
-    )
+    records = run_ranks("tests.distributed.operation_order_worker:record", ranks, stages=stages, cases=given)
     for index, case in enumerate(given):
         programs = [[_operation(o) for o in record[index]] for record in records]
         activations = sum(len(o.messages) for p in programs for o in p if o.group == DEFAULT_GROUP)
@@ -130,7 +137,7 @@ def test_what_pipelines_issue_completes_in_any_backend(ranks: int, stages: int) 
         # At least a gradient, hidden states and position ids, each sent and received, and as much in evaluation.
         passed = (ranks - ranks // stages) * case["micro_batches"]
         assert activations >= 2 * passed * (3 * case["steps"] + 2), case
-        grid = case["distca"].get("pipeline", {}).get("scope", "grid") == "grid"
+        grid = case["distca"].get("advanced", {}).get("pipeline_scope", "grid") == "grid"
         alone = case["distca"].get("servers") == 1 or not (grid or ranks > stages)
         assert (rows == 0) == alone, case
         assert run(programs) == sum(map(len, programs))

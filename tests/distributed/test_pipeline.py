@@ -21,7 +21,7 @@ def case(
         "reentrant": checkpointing == "reentrant",
         "zero": zero,
         "tied": tied,
-        "distca": {"pipeline": {"scope": scope}},
+        "distca": {"advanced": {"granularity": 8, "pipeline_scope": scope}},
         **more,
     }
 
@@ -60,9 +60,9 @@ def test_losses_and_gradients_are_those_of_one_process(stages: int) -> None:
     results = run_ranks(f"{WORKER}:train_cases", 4, stages=stages, cases=cases)
     check(results, cases)
     for given, outcome in zip(cases, results[0], strict=True):
-        alone = stages == 4 and given["distca"]["pipeline"]["scope"] == "stage"
+        alone = stages == 4 and given["distca"]["advanced"]["pipeline_scope"] == "stage"
         assert (outcome["bytes_moved"] == 0) == alone or given["micro_batches"] == 1, (given, outcome)
-        if stages > 1 and given["distca"]["pipeline"]["scope"] == "grid":
+        if stages > 1 and given["distca"]["advanced"]["pipeline_scope"] == "grid":
             # Idle stages serve: without them the balance would be that of the bubbles.
             before, after = outcome["balance"]
             assert after < 0.8 * before, (given, outcome)
@@ -104,10 +104,10 @@ def test_what_cannot_be_used_is_refused_on_every_rank() -> None:
         assert outcome["afterwards"] < 1e-4 and outcome["left over"] == []
         assert "attention layer 0 of the stages has windows of [None, 6] keys" in outcome["windows"]
         assert "`distca.servers` was given 3; with scope 'grid' allowed: 2 (stages) times" in outcome["servers"]
-        assert "`distca.server_weights` cannot be combined with a PipelineModule" in outcome["weights"]
+        assert "`distca.advanced.server_weights` cannot be combined with a PipelineModule" in outcome["weights"]
         assert '"ping_pong" cannot be combined with pipeline stages' in outcome["overlap"]
-        assert "`distca.pipeline.scope` was given 'all'" in outcome["scope"]
-        assert "`distca.pipeline.scopes` is not an option" in outcome["option"]
+        assert "`distca.advanced.pipeline_scope` was given 'all'" in outcome["scope"]
+        assert "`distca.advanced.pipeline_scopes` is not an option" in outcome["scope"]
         assert "options: scope" in outcome["option"]
         assert "1 decoder layers cannot be divided over 2 stages" in outcome["stages"]
         assert "model type 'gemma'" in outcome["family"]

@@ -33,7 +33,7 @@ def main(first: int, count: int, seconds: float) -> dict[str, int]:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "distca": {"granularity": 1, "min_gain": 0.0, "tolerance": 0.0, "timeout_seconds": 120.0},
+        "distca": {"advanced": {"granularity": 1, "min_gain": 0.0, "tolerance": 0.0}},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.train()

@@ -17,7 +17,9 @@ LIMIT = 20.0
 FAILED = f"rank 1 failed in forward of micro-batch 2, layer 2 of 2: {MADE_UP}"
 CASES = {
     "raises": Case("raise", "layer", ("raises", "forward"), FAILED, lives_on=True),
-    "raises, NCCL": Case("raise", "layer", ("raises", "forward"), FAILED, lives_on=True, block={"exchange": "nccl"}),
+    "raises, NCCL": Case(
+        "raise", "layer", ("raises", "forward"), FAILED, lives_on=True, block={"advanced": {"exchange": "nccl"}}
+    ),
     "raises in backward": Case(
         "raise",
         "attention backward",

@@ -7,11 +7,13 @@ case, is skipped with the reason.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from deepspeed_distca.attention_server.kernels import KERNEL_NAMES, KernelError, make_kernel
+from deepspeed_distca.attention_server.kernels import KERNEL_NAMES, BackwardInputs, Gradients, KernelError, make_kernel
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
@@ -110,13 +112,13 @@ def inputs(tasks: TaskBatch, heads=HEADS, dims=DIMS, dtype=torch.bfloat16, seed=
     return q, k, v, dout
 
 
-def gradients(kernel, q, k, v, fill=SENTINEL) -> dict[str, torch.Tensor]:
+def gradients(kernel, q, k, v, fill=SENTINEL) -> Gradients:
     wide = kernel.grad_dtype(q.dtype)
-    return {
-        "dq": torch.full_like(q, fill),
-        "dk": torch.full_like(k, fill, dtype=wide),
-        "dv": torch.full_like(v, fill, dtype=wide),
-    }
+    return Gradients(*(torch.full_like(x, fill, dtype=dtype) for x, dtype in ((q, q.dtype), (k, wide), (v, wide))))
+
+
+def by_name(grads: Gradients) -> dict[str, torch.Tensor]:
+    return {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
 
 
 def expected_of(q, k, v, dout, tasks: TaskBatch, spec: AttentionSpec):
@@ -125,10 +127,10 @@ def expected_of(q, k, v, dout, tasks: TaskBatch, spec: AttentionSpec):
     q, k, v, dout = (x.float() for x in (q, k, v, dout))
     out = torch.zeros(len(q), q.shape[1], v.shape[2], device="cuda")
     lse = torch.zeros(q.shape[1], len(q), device="cuda")
-    kernel.forward(q, k, v, tasks, spec, out, lse)
+    kernel.forward(q, k, v, tasks, spec, (out, lse))
     grads = gradients(kernel, q, k, v, 0)
-    kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, **grads)
-    return out, lse, grads
+    kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, grads)
+    return out, lse, by_name(grads)
 
 
 def compare(name, tasks, spec, heads=HEADS, dims=DIMS, dtype=torch.bfloat16, kernel=None, tolerance=1e-2) -> None:
@@ -141,19 +143,20 @@ def compare(name, tasks, spec, heads=HEADS, dims=DIMS, dtype=torch.bfloat16, ker
 
     out = torch.full_like(dout, SENTINEL)
     lse = torch.full((heads[0], tasks.q_rows), SENTINEL, device="cuda")
-    kernel.forward(q, k, v, tasks, spec, out, lse)
+    kernel.forward(q, k, v, tasks, spec, (out, lse))
     errors = {
         "out": error(out[q_rows], wanted_out[q_rows]),
         "lse": float((lse - wanted_lse)[:, q_rows].abs().max()),
     }
     untouched = {"out": (out[~q_rows] == SENTINEL).all(), "lse": (lse[:, ~q_rows] == SENTINEL).all()}
     delta = (dout.float() * wanted_out).sum(-1).t().contiguous()
-    for way, given in (("out", {"out": out, "delta": None}), ("delta", {"out": None, "delta": delta})):
+    for way, given in (("out", out), ("delta", delta)):
         grads = gradients(kernel, q, k, v)
-        kernel.backward(dout, q, k, v, lse, tasks, spec, **given, **grads)
+        kernel.backward(BackwardInputs(q, k, v, dout, lse, **{way: given}), tasks, spec, grads)
+        found = by_name(grads)
         for what, rows in (("dq", q_rows), ("dk", k_rows), ("dv", k_rows)):
-            errors[f"{what} by {way}"] = error(grads[what][rows], wanted[what][rows])
-            untouched[f"{what} by {way}"] = (grads[what][~rows] == SENTINEL).all()
+            errors[f"{what} by {way}"] = error(found[what][rows], wanted[what][rows])
+            untouched[f"{what} by {way}"] = (found[what][~rows] == SENTINEL).all()
     print(f"\n{name}: " + ", ".join(f"{what} {value:.1e}" for what, value in errors.items()))
     assert all(value <= tolerance for value in errors.values()), (name, errors)
     assert all(untouched.values()), (name, untouched)
@@ -223,10 +226,10 @@ def test_anywhere_equals_the_kernels_own_packed_call(name):
     results = []
     for (q_, k_, v_, dout_), tasks_ in (((q, k, v, dout), tasks), (packed_inputs, packed)):
         out, lse = torch.zeros_like(dout_), torch.zeros(HEADS[0], len(q_), device="cuda")
-        kernel.forward(q_, k_, v_, tasks_, spec, out, lse)
+        kernel.forward(q_, k_, v_, tasks_, spec, (out, lse))
         grads = gradients(kernel, q_, k_, v_)
-        kernel.backward(dout_, q_, k_, v_, lse, tasks_, spec, out=out, delta=None, **grads)
-        results.append((out, lse.t(), *grads.values()))
+        kernel.backward(BackwardInputs(q_, k_, v_, dout_, lse, out), tasks_, spec, grads)
+        results.append((out, lse.t(), *by_name(grads).values()))
     indices = (q_index, q_index, q_index, k_index, k_index)
     errors = [error(a[index], b) for a, b, index in zip(*results, indices, strict=True)]
     print(f"\n{name}: anywhere against packed (out, lse, dq, dk, dv): " + ", ".join(f"{e:.1e}" for e in errors))
@@ -247,21 +250,19 @@ def test_a_document_in_two_waves(name):
     errors = {"out": error(out, wanted_out), "lse": float((lse - wanted_lse).abs().max())}
 
     delta = (dout.float() * out.float()).sum(-1).t().contiguous()
-    dq = torch.full_like(q, SENTINEL)
+    given, dq = BackwardInputs(q, k, v, dout, lse, delta=delta), torch.full_like(q, SENTINEL)
     dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
     for i in range(2):
         wave = TaskBatch(*(x[i : i + 1] for x in (both.q_start, both.q_len, both.k_start, both.k_len)), n, n)
-        grads = gradients(kernel, q, k, v, 0) | {"dq": dq}
-        kernel.backward(dout, q, k, v, lse, wave, spec, out=None, delta=delta, **grads)
-        dk += grads["dk"]
-        dv += grads["dv"]
+        part = replace(gradients(kernel, q, k, v, 0), dq=dq)
+        kernel.backward(given, wave, spec, part)
+        dk += part.dk
+        dv += part.dv
     errors |= {"dq": error(dq, wanted["dq"]), "dk": error(dk, wanted["dk"]), "dv": error(dv, wanted["dv"])}
     print(f"\n{name}: two waves: " + ", ".join(f"{what} {value:.1e}" for what, value in errors.items()))
     assert all(value <= 1e-2 for value in errors.values()), (name, errors)
     with pytest.raises(KernelError, match="overlap"):
-        kernel.backward(
-            dout, q, k, v, lse, both, spec, out=None, delta=delta, **(gradients(kernel, q, k, v) | {"dq": dq})
-        )
+        kernel.backward(given, both, spec, gradients(kernel, q, k, v))
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -273,13 +274,11 @@ def test_gradient_of_the_lse(name):
     wanted_out, wanted_lse, wanted = expected_of(q, k, v, dout, tasks, spec)
     dlse = torch.randn(HEADS[0], tasks.q_rows, device="cuda", generator=torch.Generator("cuda").manual_seed(9))
     delta = (dout.float() * wanted_out).sum(-1).t().contiguous() - dlse
-    reference = ReferenceKernel()
-    reference.backward(
-        dout.float(), q.float(), k.float(), v.float(), wanted_lse, tasks, spec, out=None, delta=delta, **wanted
-    )
+    exact = BackwardInputs(*(x.float() for x in (q, k, v, dout)), wanted_lse, delta=delta)
+    ReferenceKernel().backward(exact, tasks, spec, Gradients(**wanted))
     grads = gradients(kernel, q, k, v)
-    kernel.backward(dout, q, k, v, wanted_lse, tasks, spec, out=None, delta=delta, **grads)
-    errors = {what: error(grads[what], wanted[what]) for what in grads}
+    kernel.backward(BackwardInputs(q, k, v, dout, wanted_lse, delta=delta), tasks, spec, grads)
+    errors = {what: error(x, wanted[what]) for what, x in by_name(grads).items()}
     print(f"\n{name}: with dlse: " + ", ".join(f"{what} {value:.1e}" for what, value in errors.items()))
     assert all(value <= 1e-2 for value in errors.values()), (name, errors)
 
@@ -296,8 +295,8 @@ def test_views_of_a_fused_projection_and_a_strided_dout(name):
     assert not (q_view.is_contiguous() or strided.is_contiguous())
     out, lse = kernel.forward(q_view, k_view, v_view, tasks, spec)
     grads = gradients(kernel, q, k, v)
-    kernel.backward(strided, q_view, k_view, v_view, lse, tasks, spec, out=out, delta=None, **grads)
-    errors = {"out": error(out, wanted_out)} | {what: error(grads[what], wanted[what]) for what in grads}
+    kernel.backward(BackwardInputs(q_view, k_view, v_view, strided, lse, out), tasks, spec, grads)
+    errors = {"out": error(out, wanted_out)} | {what: error(x, wanted[what]) for what, x in by_name(grads).items()}
     print(f"\n{name}: views: " + ", ".join(f"{what} {value:.1e}" for what, value in errors.items()))
     assert all(value <= 1e-2 for value in errors.values()), (name, errors)
 
@@ -313,11 +312,11 @@ def test_seventy_thousand_documents(name):
     assert torch.equal(out[: count - 2], v[: count - 2].expand(-1, 2, -1))
     wanted_out, _, wanted = expected_of(q, k, v, dout, tasks, spec)
     grads = gradients(kernel, q, k, v)
-    kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, **grads)
+    kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, grads)
     assert error(out, wanted_out) <= 1e-2
-    assert error(grads["dv"], wanted["dv"]) <= 1e-2
-    assert error(grads["dq"][-43:], wanted["dq"][-43:]) <= 1e-2
-    assert error(grads["dk"][-49:], wanted["dk"][-49:]) <= 1e-2
+    assert error(grads.dv, wanted["dv"]) <= 1e-2
+    assert error(grads.dq[-43:], wanted["dq"][-43:]) <= 1e-2
+    assert error(grads.dk[-49:], wanted["dk"][-49:]) <= 1e-2
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -327,10 +326,10 @@ def test_empty_batch_touches_nothing(name):
     tasks = TaskBatch(int64(), int64(), int64(), int64(), 5, 3)
     q, k, v, dout = inputs(tasks)
     out, lse = torch.full_like(dout, SENTINEL), torch.full((HEADS[0], 5), SENTINEL, device="cuda")
-    kernel.forward(q, k, v, tasks, spec, out, lse)
+    kernel.forward(q, k, v, tasks, spec, (out, lse))
     grads = gradients(kernel, q, k, v)
-    kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, **grads)
-    assert all((x == SENTINEL).all() for x in (out, lse, *grads.values()))
+    kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, grads)
+    assert all((x == SENTINEL).all() for x in (out, lse, *by_name(grads).values()))
 
 
 @pytest.mark.parametrize("way", ["out", "delta"])
@@ -349,8 +348,8 @@ def test_nothing_waits_for_the_device(name, way):
                 # The first pass compiles kernels, which may wait.
                 torch.cuda.set_sync_debug_mode("error" if tasks is fresh else "default")
                 out, lse = kernel.forward(q, k, v, tasks, spec)
-                given = {"out": out, "delta": None} if way == "out" else {"out": None, "delta": delta}
-                kernel.backward(dout, q, k, v, lse, tasks, spec, **given, **grads)
+                given = {way: out if way == "out" else delta}
+                kernel.backward(BackwardInputs(q, k, v, dout, lse, **given), tasks, spec, grads)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
@@ -358,13 +357,13 @@ def test_nothing_waits_for_the_device(name, way):
 def test_flash_attention_4_compiles_nothing_new_for_short_or_scattered_batches():
     spec = AttentionSpec(DIMS[0] ** -0.5)
     kernel = fitting("flash_attn_4", spec)
-    interface = kernel._library()
+    interface = kernel._library
     caches = [interface._flash_attn_fwd.compile_cache, interface._flash_attn_bwd.compile_cache]
 
     def run(tasks: TaskBatch) -> list[int]:
         q, k, v, dout = inputs(tasks)
         out, lse = kernel.forward(q, k, v, tasks, spec)
-        kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, **gradients(kernel, q, k, v))
+        kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, gradients(kernel, q, k, v))
         return [len(cache.cache) for cache in caches]
 
     compiled = run(BATCHES["documents"]())
@@ -392,9 +391,9 @@ def test_nan_in_rows_outside_the_ranges(name):
         x[~rows] = torch.nan
     out, lse = kernel.forward(q, k, v, tasks, spec)
     grads = gradients(kernel, q, k, v)
-    kernel.backward(dout, q, k, v, lse, tasks, spec, out=out, delta=None, **grads)
+    kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, grads)
     finite = {"out": out[q_rows].isfinite().all(), "lse": lse[:, q_rows].isfinite().all()}
-    finite |= {what: x[q_rows if what == "dq" else k_rows].isfinite().all() for what, x in grads.items()}
+    finite |= {what: x[q_rows if what == "dq" else k_rows].isfinite().all() for what, x in by_name(grads).items()}
     print(f"\n{name}: finite beside NaN rows: { {what: bool(x) for what, x in finite.items()} }")
     assert all(finite.values()), (name, finite)
 
@@ -409,9 +408,9 @@ def test_the_reference_on_the_gpu_equals_itself_on_the_cpu(batch):
     for device in ("cuda", "cpu"):
         q_, k_, v_, dout_ = (x.to(device) for x in (q, k, v, dout))
         out, lse = torch.zeros_like(dout_), torch.zeros(2, tasks.q_rows, device=device)
-        kernel.forward(q_, k_, v_, tasks, spec, out, lse)
+        kernel.forward(q_, k_, v_, tasks, spec, (out, lse))
         grads = gradients(kernel, q_, k_, v_)
-        kernel.backward(dout_, q_, k_, v_, lse, tasks, spec, out=out, delta=None, **grads)
-        results.append([x.cpu() for x in (out, lse, *grads.values())])
+        kernel.backward(BackwardInputs(q_, k_, v_, dout_, lse, out), tasks, spec, grads)
+        results.append([x.cpu() for x in (out, lse, *by_name(grads).values())])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)

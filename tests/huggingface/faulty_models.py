@@ -226,5 +226,5 @@ FAULTS: dict[str, tuple[Callable[[], LlamaForCausalLM], str]] = {
     "positions from elsewhere": (lambda: llama(Offset), "position_ids"),
     "arguments that do not reach attention": (dropping, "keyword arguments"),
     "targets of other documents": (lambda: llama(TwoAhead), "loss of a document's targets"),
-    "an error": (lambda: llama(Raising), "KeyError.*`distca.probe`"),
+    "an error": (lambda: llama(Raising), "KeyError.*`distca.advanced.probe`"),
 }

@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return run_ranks("tests.huggingface.adaptations_worker:run", 2, timeout=280, seed=3, folder=str(folder))
+    return run_ranks("tests.huggingface.adaptations_worker:run", 2, seed=3, folder=str(folder))
 
 
 def test_lora_and_frozen_layers_are_exact(ranks):

@@ -220,7 +220,7 @@ def test_offloading_is_no_checkpoint(layers, computed):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks("tests.huggingface.kept_attention_worker:run", 2, timeout=280, seed=5)
+    return run_ranks("tests.huggingface.kept_attention_worker:run", 2, seed=5)
 
 
 def test_models_are_exact_and_repeat_nothing(ranks):

@@ -255,7 +255,7 @@ def test_weights_are_shares():
 @pytest.mark.parametrize("window", [None, 100])
 def test_extremes(layout, cost, window):
     model, phase = COSTS[cost]
-    tasks = balance(layout, model, phase=phase, window=window)
+    tasks = balance(layout, model, phase=phase, window=window, tolerance=0.02)
     check_tasks(layout, tasks.rows, window)
     bound = promised(layout, model, tasks, 0.02, phase=phase, window=window)
     assert all(load <= most for load, most in zip(tasks.loads.tolist(), bound, strict=True))
@@ -265,7 +265,7 @@ def test_extremes(layout, cost, window):
 @pytest.mark.parametrize("ranks", [2, 7, 31])
 def test_one_long_document_is_spread_evenly(ranks, phase):
     layout = Layout.from_lengths([[262144], *[[] for _ in range(ranks - 1)]])
-    tasks = balance(layout, CostModel.fitted(), phase=phase)
+    tasks = balance(layout, CostModel.fitted(), phase=phase, tolerance=0.02)
     assert tasks.balance <= 1.02
     assert np.bincount(tasks.rows[:, 4]).max() == 1, "one contiguous range for each server"
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
@@ -18,17 +18,57 @@ class KernelError(ValueError):
     """A kernel was asked for something that it cannot do. The message names the value, what is allowed, the remedy."""
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardInputs:
+    """What a backward call reads. See :class:`Kernel` for shapes.
+
+    Attributes:
+        q, k, v: as in forward.
+        dout: [T, Hq, Dv] gradient of the forward's output, in q's dtype.
+        lse: [Hq, T] of the forward.
+        out: [T, Hq, Dv], the forward's output, or None if delta is given.
+        delta: [Hq, T] rowsum(dout * out) - dlse, where dlse is the gradient of lse (zero for plain attention), or
+            None if out is given. Exactly one of the two is given: delta is Dv times fewer bytes to send.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor
+    out: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Where a backward call writes. See :class:`Kernel` for which rows.
+
+    Attributes:
+        dq: [T, Hq, D] in q's dtype.
+        dk, dv: [S, Hkv, D] and [S, Hkv, Dv] in ``Kernel.grad_dtype(q.dtype)``.
+    """
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
 @runtime_checkable
 class Kernel(Protocol):
-    """Core attention over a batch of CA-tasks.
+    """Core attention over a batch of CA-tasks, causal and aligned bottom-right in every task.
 
-    Tensors are token-major: q [T, Hq, D], k [S, Hkv, D], v [S, Hkv, Dv], out and dout [T, Hq, Dv]; lse and delta are
-    [Hq, T], fp32 (float64 for the reference kernel on float64 input). The mask is causal and aligned bottom-right in
-    every task. No method synchronises the device.
+    Shapes: tensors are token-major, q [T, Hq, D], k [S, Hkv, D], v [S, Hkv, Dv], out and dout [T, Hq, Dv]; lse and
+    delta are [Hq, T]. T and S are the batch's q_rows and k_rows.
 
-    Rows of the inputs outside the task ranges never influence a result, but kernels that work in tiles may load them:
-    they must be finite (not uninitialised memory), since 0 * NaN is NaN inside a tile. Rows of the outputs outside
-    the ranges are left as they are.
+    Dtypes: q, k, v, out, dout and dq have one, dk and dv that of `grad_dtype`; lse and delta are fp32 (float64 for
+    the reference kernel on float64 input).
+
+    Rows outside the tasks' ranges: those of inputs never influence a result, but kernels that work in tiles may load
+    them, so they must be finite (not uninitialised memory): 0 * NaN is NaN inside a tile. Those of results are left
+    as they are. Rows inside are overwritten, whatever they held: nothing is added to, and nobody has to zero anything.
+
+    No method waits for the device. What a call derives from the batch alone is made once, by `TaskBatch.once`.
     """
 
     name: str
@@ -61,46 +101,34 @@ class Kernel(Protocol):
         v: torch.Tensor,
         tasks: TaskBatch,
         spec: AttentionSpec,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
+        into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of every task. Writes the query rows of the tasks into `out` and `lse`.
-
-        Key ranges may overlap. Where `out` or `lse` is None it is allocated, and its rows outside the task ranges
-        hold anything.
-
-        Returns:
-            out [T, Hq, Dv] in q's dtype, and lse [Hq, T]: natural log of the sum of exp of the scaled scores.
-        """
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lse: torch.Tensor,
-        tasks: TaskBatch,
-        spec: AttentionSpec,
-        *,
-        out: torch.Tensor | None,
-        delta: torch.Tensor | None,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
-        """Gradients of every task. Overwrites the query rows of dq and the key rows of dk, dv.
+        """Attention of every task. Key ranges may overlap.
 
         Args:
-            out: the forward's output, or None if delta is given.
-            delta: [Hq, T] rowsum(dout * out) - dlse, where dlse is the gradient of lse (zero for plain attention),
-                or None if out is given. Exactly one of the two is given: delta is Dv times fewer bytes to send.
-            dq: [T, Hq, D] in q's dtype.
-            dk, dv: [S, Hkv, D], [S, Hkv, Dv] in `grad_dtype(q.dtype)`.
+            into: out and lse, whose rows of the tasks are written; None allocates them, and then their other rows
+                hold anything.
+
+        Returns:
+            out and lse, the natural logarithm of the sum of exponentials of the scaled scores.
 
         Raises:
-            KernelError: two tasks share a key row (their gradients would overwrite each other).
+            KernelError: a tensor's shape or dtype is not the one above.
         """
+
+    def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
+        """Gradients of every task, written into the tasks' query rows of dq and key rows of dk and dv.
+
+        Raises:
+            KernelError: two tasks share a key row (their gradients would overwrite each other); both or neither of
+                out and delta are given; a tensor's shape or dtype is not the one above.
+        """
+
+
+def new_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of a forward call, without a value."""
+    out = q.new_empty((len(q), q.shape[1], v.shape[2]))
+    return out, q.new_empty((q.shape[1], len(q)), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def check_heads(name: str, q_heads: int, kv_heads: int) -> None:
@@ -129,47 +157,41 @@ def check_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     tasks: TaskBatch,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
+    into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     """Shapes of a forward call, from host metadata only."""
-    rows, q_heads, head_dim = q.shape
-    _, kv_heads, v_head_dim = v.shape
-    _expect(name, "q", q, (tasks.q_rows, q_heads, head_dim))
-    _expect(name, "k", k, (tasks.k_rows, kv_heads, head_dim))
-    _expect(name, "v", v, (tasks.k_rows, kv_heads, v_head_dim))
-    if out is not None:
-        _expect(name, "out", out, (rows, q_heads, v_head_dim), q.dtype)
-    if lse is not None:
-        _expect(name, "lse", lse, (q_heads, rows))
+    _check_inputs(name, q, k, v, tasks)
+    if into is not None:
+        out, lse = into
+        _expect(name, "out", out, (len(q), q.shape[1], v.shape[2]), q.dtype)
+        _expect(name, "lse", lse, (q.shape[1], len(q)))
 
 
 def check_backward(
-    name: str,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse: torch.Tensor,
-    tasks: TaskBatch,
-    out: torch.Tensor | None,
-    delta: torch.Tensor | None,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    grad_dtype: torch.dtype,
+    name: str, inputs: BackwardInputs, tasks: TaskBatch, grads: Gradients, grad_dtype: torch.dtype
 ) -> None:
     """Shapes and key ranges of a backward call, from host metadata only."""
+    q, k, v, out, delta = inputs.q, inputs.k, inputs.v, inputs.out, inputs.delta
     if (out is None) == (delta is None):
         raise KernelError(f"{name}: backward takes out or delta, exactly one of the two; give the other as None")
-    check_forward(name, q, k, v, tasks, out, lse)
-    _expect(name, "dout", dout, (len(q), q.shape[1], v.shape[2]), q.dtype)
+    _check_inputs(name, q, k, v, tasks)
+    rows, heads = (len(q), q.shape[1], v.shape[2]), (q.shape[1], len(q))
+    _expect(name, "dout", inputs.dout, rows, q.dtype)
+    _expect(name, "lse", inputs.lse, heads)
+    if out is not None:
+        _expect(name, "out", out, rows, q.dtype)
     if delta is not None:
-        _expect(name, "delta", delta, (q.shape[1], len(q)))
-    _expect(name, "dq", dq, q.shape, q.dtype)
-    _expect(name, "dk", dk, k.shape, grad_dtype)
-    _expect(name, "dv", dv, v.shape, grad_dtype)
-    check_disjoint_keys(name, tasks)
+        _expect(name, "delta", delta, heads)
+    _expect(name, "dq", grads.dq, q.shape, q.dtype)
+    _expect(name, "dk", grads.dk, k.shape, grad_dtype)
+    _expect(name, "dv", grads.dv, v.shape, grad_dtype)
+    if tasks.key_overlap is not None:
+        # In backward every key row has one owner: kernels write dk and dv, they do not add to them.
+        a, b = (f"task {i} [{tasks.k_start[i]}, {tasks.k_start[i] + tasks.k_len[i]})" for i in tasks.key_overlap)
+        raise KernelError(
+            f"{name}: the key ranges of {a} and {b} overlap; backward overwrites dk and dv, so such tasks need "
+            "separate calls whose results are added"
+        )
 
 
 def check_elements(name: str, rows: int, heads: int, head_dim: int) -> None:
@@ -182,34 +204,18 @@ def check_elements(name: str, rows: int, heads: int, head_dim: int) -> None:
         )
 
 
-def check_disjoint_keys(name: str, tasks: TaskBatch) -> None:
-    """In backward every key row has one owner: kernels write dk and dv, they do not add to them.
-
-    The verdict is kept with the batch, since one batch serves every layer.
-    """
-    cache = tasks.__dict__.setdefault("_keys_disjoint", [])
-    if not cache:
-        cache.append(_first_overlap(tasks.k_start, tasks.k_len))
-    overlap = cache[0]
-    if overlap is not None:
-        a, b = (f"task {i} [{tasks.k_start[i]}, {tasks.k_start[i] + tasks.k_len[i]})" for i in overlap)
-        raise KernelError(
-            f"{name}: the key ranges of {a} and {b} overlap; backward overwrites dk and dv, so such tasks need "
-            "separate calls whose results are added"
-        )
-
-
-def _first_overlap(start: np.ndarray, length: np.ndarray) -> tuple[int, int] | None:
-    order = np.argsort(start, kind="stable")
-    ends = (start + length)[order]
-    bad = np.flatnonzero(start[order][1:] < ends[:-1])
-    return (int(order[bad[0]]), int(order[bad[0] + 1])) if len(bad) else None
+def _check_inputs(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tasks: TaskBatch) -> None:
+    _, q_heads, head_dim = q.shape
+    _, kv_heads, v_head_dim = v.shape
+    _expect(name, "q", q, (tasks.q_rows, q_heads, head_dim))
+    _expect(name, "k", k, (tasks.k_rows, kv_heads, head_dim))
+    _expect(name, "v", v, (tasks.k_rows, kv_heads, v_head_dim))
 
 
 def _expect(
     name: str, what: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> None:
-    if tuple(tensor.shape) != tuple(shape):
+    if tensor.shape != shape:
         raise KernelError(f"{name}: {what} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
     if dtype is not None and tensor.dtype != dtype:
         raise KernelError(f"{name}: {what} has dtype {tensor.dtype}, expected {dtype}")

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from types import ModuleType
+
 import torch
 
+from deepspeed_distca.attention_server.kernels.api import BackwardInputs, Gradients
 from deepspeed_distca.attention_server.kernels.libraries import (
     check_flash,
     distribution_version,
@@ -36,7 +40,7 @@ class FlashAttention2Kernel(PackedKernel):
         return reason
 
     def load(self) -> None:
-        self._library()
+        _ = self._library
 
     def check(
         self,
@@ -55,27 +59,28 @@ class FlashAttention2Kernel(PackedKernel):
     def library_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, _, _ = self._library()._flash_attn_varlen_forward(q, k, v, **self._arguments(call, spec))
+        out, lse, _, _ = self._library._flash_attn_varlen_forward(q, k, v, **self._arguments(call, spec))
         return out, lse
 
-    def library_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: PackedCall,
-        spec: AttentionSpec,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        self._library()._flash_attn_varlen_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, **self._arguments(call, spec), deterministic=False
+    def library_backward(self, inputs: BackwardInputs, call: PackedCall, spec: AttentionSpec) -> Gradients:
+        grads = Gradients(*(torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)))
+        self._library._flash_attn_varlen_backward(
+            inputs.dout,
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.out,
+            inputs.lse,
+            grads.dq,
+            grads.dk,
+            grads.dv,
+            **self._arguments(call, spec),
+            deterministic=False,
         )
-        return dq, dk, dv
+        return grads
 
-    def _library(self):
+    @cached_property
+    def _library(self) -> ModuleType:
         return load_module(self.name, "flash_attn.flash_attn_interface")
 
     @staticmethod

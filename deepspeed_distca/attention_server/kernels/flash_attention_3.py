@@ -8,11 +8,13 @@ are packed first: the one way of calling it that its own tests cover.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import cached_property
 from types import ModuleType
 
 import torch
 
+from deepspeed_distca.attention_server.kernels.api import BackwardInputs, Gradients
 from deepspeed_distca.attention_server.kernels.libraries import (
     check_flash,
     load_module,
@@ -55,35 +57,44 @@ class FlashAttention3Kernel(PackedKernel):
     def library_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        function = self._library._flash_attn_forward
-        out, lse, *_ = function(**_arguments(function, call, spec, q=q, k=k, v=v))
+        tensors = {"q": q, "k": k, "v": v}
+        out, lse, *_ = self._call("_flash_attn_forward", tensors, call, spec)
         return out, lse
 
-    def library_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: PackedCall,
-        spec: AttentionSpec,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        function = self._library._flash_attn_backward
-        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
-        function(**_arguments(function, call, spec, **tensors))
-        return dq, dk, dv
+    def library_backward(self, inputs: BackwardInputs, call: PackedCall, spec: AttentionSpec) -> Gradients:
+        grads = Gradients(*(torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)))
+        tensors = {
+            "dout": inputs.dout,
+            "q": inputs.q,
+            "k": inputs.k,
+            "v": inputs.v,
+            "out": inputs.out,
+            "softmax_lse": inputs.lse,
+            "dq": grads.dq,
+            "dk": grads.dk,
+            "dv": grads.dv,
+        }
+        self._call("_flash_attn_backward", tensors, call, spec)
+        return grads
 
     @cached_property
     def _library(self) -> ModuleType:
         return load_module(self.name, "flash_attn_interface")
 
+    @cached_property
+    def _parameters(self) -> dict[str, Mapping[str, inspect.Parameter]]:
+        """Of the library's functions, by name."""
+        functions = {name: getattr(self._library, name) for name in ("_flash_attn_forward", "_flash_attn_backward")}
+        # A custom op keeps the function that it was made from.
+        return {name: inspect.signature(getattr(f, "_init_fn", f)).parameters for name, f in functions.items()}
 
-def _arguments(function: object, call: PackedCall, spec: AttentionSpec, **tensors: torch.Tensor) -> dict:
-    # A custom op keeps the function that it was made from.
-    known = inspect.signature(getattr(function, "_init_fn", function)).parameters
+    def _call(self, name: str, tensors: dict[str, torch.Tensor], call: PackedCall, spec: AttentionSpec) -> tuple:
+        return getattr(self._library, name)(**_arguments(self._parameters[name], tensors, call, spec))
+
+
+def _arguments(
+    known: Mapping[str, inspect.Parameter], tensors: dict[str, torch.Tensor], call: PackedCall, spec: AttentionSpec
+) -> dict:
     arguments = {
         **tensors,
         "cu_seqlens_q": call.q.cu_seqlens,

@@ -13,15 +13,20 @@ sets FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 before it is first imported; that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
 
 import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.kernels.api import (
+    BackwardInputs,
+    Gradients,
     KernelError,
     check_backward,
     check_elements,
     check_forward,
+    new_outputs,
 )
 from deepspeed_distca.attention_server.kernels.libraries import (
     check_flash,
@@ -29,7 +34,7 @@ from deepspeed_distca.attention_server.kernels.libraries import (
     missing_distribution,
     out_from_delta,
 )
-from deepspeed_distca.attention_server.kernels.packed_rows import packed_calls
+from deepspeed_distca.attention_server.kernels.packed_rows import PackedCall, packed_calls
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, DeviceTasks, TaskBatch
 
 DISTRIBUTION = "flash-attn-4"
@@ -47,7 +52,7 @@ class FlashAttention4Kernel:
         return missing_distribution(DISTRIBUTION, "pip install 'flash-attn-4[cu13]'")
 
     def load(self) -> None:
-        self._library()
+        _ = self._library
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -94,17 +99,13 @@ class FlashAttention4Kernel:
         v: torch.Tensor,
         tasks: TaskBatch,
         spec: AttentionSpec,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
+        into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_forward(self.name, q, k, v, tasks, out, lse)
+        check_forward(self.name, q, k, v, tasks, into)
         _check_sizes(self.name, q, v)
-        if out is None:
-            out = q.new_empty((len(q), q.shape[1], v.shape[2]))
-        if lse is None:
-            lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
+        out, lse = new_outputs(q, v) if into is None else into
         if len(tasks):
-            self._library()._flash_attn_fwd(
+            self._library._flash_attn_fwd(
                 q,
                 k,
                 v,
@@ -118,71 +119,37 @@ class FlashAttention4Kernel:
         return out, lse
 
     @torch.no_grad()
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lse: torch.Tensor,
-        tasks: TaskBatch,
-        spec: AttentionSpec,
-        *,
-        out: torch.Tensor | None,
-        delta: torch.Tensor | None,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
-        check_backward(self.name, dout, q, k, v, lse, tasks, out, delta, dq, dk, dv, self.grad_dtype(q.dtype))
-        _check_sizes(self.name, q, v)
+    def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
+        check_backward(self.name, inputs, tasks, grads, self.grad_dtype(inputs.q.dtype))
+        _check_sizes(self.name, inputs.q, inputs.v)
         if not len(tasks):
             return
-        order = _backward_order(tasks, q.device)
-        if order.ranges is not None:
-            self._launch_backward(dout, q, k, v, lse, order.ranges, tasks, spec, out, delta, dq, dk, dv)
+        places = tasks.once(_backward_places, inputs.q.device)
+        if places.packed is None:
+            self._launch_backward(inputs, places.ranges, tasks, spec, grads)
             return
-        (call,) = packed_calls(tasks, q.device)
-        ranges = DeviceTasks(call.q.cu_seqlens, tasks.on(q.device).q_len, call.k.cu_seqlens, tasks.on(q.device).k_len)
-        packed_q, packed_k, packed_v = call.q.take(q), call.k.take(k), call.k.take(v)
-        packed_dq, packed_dk, packed_dv = (torch.empty_like(x) for x in (packed_q, packed_k, packed_v))
-        self._launch_backward(
-            call.q.take(dout),
-            packed_q,
-            packed_k,
-            packed_v,
-            call.q.take(lse, dim=1),
-            ranges,
-            tasks,
-            spec,
-            None if out is None else call.q.take(out),
-            None if delta is None else call.q.take(delta, dim=1),
-            packed_dq,
-            packed_dk,
-            packed_dv,
+        q_rows, k_rows = places.packed.q, places.packed.k
+        packed = BackwardInputs(
+            q=q_rows.take(inputs.q),
+            k=k_rows.take(inputs.k),
+            v=k_rows.take(inputs.v),
+            dout=q_rows.take(inputs.dout),
+            lse=q_rows.take(inputs.lse, dim=1),
+            out=None if inputs.out is None else q_rows.take(inputs.out),
+            delta=None if inputs.delta is None else q_rows.take(inputs.delta, dim=1),
         )
-        call.q.put(dq, packed_dq)
-        call.k.put(dk, packed_dk)
-        call.k.put(dv, packed_dv)
+        results = Gradients(*(torch.empty_like(x) for x in (packed.q, packed.k, packed.v)))
+        self._launch_backward(packed, places.ranges, tasks, spec, results)
+        q_rows.put(grads.dq, results.dq)
+        k_rows.put(grads.dk, results.dk)
+        k_rows.put(grads.dv, results.dv)
 
     def _launch_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lse: torch.Tensor,
-        ranges: DeviceTasks,
-        tasks: TaskBatch,
-        spec: AttentionSpec,
-        out: torch.Tensor | None,
-        delta: torch.Tensor | None,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
+        self, inputs: BackwardInputs, ranges: DeviceTasks, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients
     ) -> None:
+        q, k, v, out, delta = inputs.q, inputs.k, inputs.v, inputs.out, inputs.delta
         # A dout with strides has given wrong gradients where its offsets pass 2^31.
-        dout = dout.contiguous()
+        dout = inputs.dout.contiguous()
         dlse = None
         if out is None:
             if _has_no_dlse(q, v):
@@ -191,47 +158,51 @@ class FlashAttention4Kernel:
                 # The library forms rowsum(dout * out) - dlse: with out = 0 and dlse = -delta that is delta, exactly.
                 out = torch.zeros_like(dout)
                 dlse = torch.neg(delta, out=torch.empty_like(delta, dtype=torch.float32))
-        self._library()._flash_attn_bwd(
+        self._library._flash_attn_bwd(
             q,
             k,
             v,
             out.contiguous(),
             dout,
-            lse.contiguous(),
+            inputs.lse.contiguous(),
             **_ranges(ranges, tasks.max_q, tasks.max_k),
             **_mask(spec),
             softmax_scale=spec.scale,
             softcap=spec.softcap or 0.0,
-            dq=dq,
-            dk=dk,
-            dv=dv,
+            dq=grads.dq,
+            dk=grads.dk,
+            dv=grads.dv,
             dlse=dlse,
         )
 
-    def _library(self):
+    @cached_property
+    def _library(self) -> ModuleType:
         return load_module(self.name, "flash_attn.cute.interface")
 
 
 @dataclass(frozen=True)
-class _BackwardOrder:
-    """The batch in an order in which both starts ascend, or None where there is none."""
+class _BackwardPlaces:
+    """Where the backward finds the tasks.
 
-    ranges: DeviceTasks | None
+    Attributes:
+        ranges: of the tasks, in an order in which the starts of both sides ascend.
+        packed: where there is no such order, how rows are packed for it; else None, and they are taken in place.
+    """
+
+    ranges: DeviceTasks
+    packed: PackedCall | None
 
 
-def _backward_order(tasks: TaskBatch, device: torch.device) -> _BackwardOrder:
-    """Made once per batch and device."""
-    cache = tasks.__dict__.setdefault("_ascending", {})
-    if device not in cache:
-        order = np.argsort(tasks.q_start, kind="stable")
-        if (np.diff(tasks.k_start[order]) < 0).any():
-            cache[device] = _BackwardOrder(None)
-        elif (np.diff(order) > 0).all():
-            cache[device] = _BackwardOrder(tasks.on(device))
-        else:
-            fields = (x[order] for x in (tasks.q_start, tasks.q_len, tasks.k_start, tasks.k_len))
-            cache[device] = _BackwardOrder(TaskBatch(*fields, tasks.q_rows, tasks.k_rows).on(device))
-    return cache[device]
+def _backward_places(tasks: TaskBatch, device: torch.device) -> _BackwardPlaces:
+    order = np.argsort(tasks.q_start, kind="stable")
+    if (np.diff(tasks.k_start[order]) < 0).any():
+        (call,) = packed_calls(tasks, device)
+        lengths = tasks.on(device)
+        return _BackwardPlaces(DeviceTasks(call.q.cu_seqlens, lengths.q_len, call.k.cu_seqlens, lengths.k_len), call)
+    if (np.diff(order) > 0).all():
+        return _BackwardPlaces(tasks.on(device), None)
+    fields = (x[order] for x in (tasks.q_start, tasks.q_len, tasks.k_start, tasks.k_len))
+    return _BackwardPlaces(TaskBatch(*fields, tasks.q_rows, tasks.k_rows).on(device), None)
 
 
 def _check_sizes(name: str, q: torch.Tensor, v: torch.Tensor) -> None:

@@ -11,9 +11,12 @@ from torch.nn.functional import pad
 
 from deepspeed_distca.attention_server.kernels.api import (
     MAX_ELEMENTS,
+    BackwardInputs,
+    Gradients,
     check_backward,
     check_elements,
     check_forward,
+    new_outputs,
 )
 from deepspeed_distca.attention_server.kernels.libraries import out_from_delta
 from deepspeed_distca.attention_server.kernels.packed_rows import PackedCall, packed_calls
@@ -37,18 +40,8 @@ class PackedKernel(ABC):
         """out [rows, Hq, D] and lse fp32 [Hq, rows] of packed q, k, v with one head dimension, a multiple of 8."""
 
     @abstractmethod
-    def library_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: PackedCall,
-        spec: AttentionSpec,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv of packed, contiguous inputs, shaped like q, k, v."""
+    def library_backward(self, inputs: BackwardInputs, call: PackedCall, spec: AttentionSpec) -> Gradients:
+        """Gradients, shaped like q, k, v, of packed, contiguous inputs; out is given."""
 
     @torch.no_grad()
     def forward(
@@ -58,10 +51,9 @@ class PackedKernel(ABC):
         v: torch.Tensor,
         tasks: TaskBatch,
         spec: AttentionSpec,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
+        into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_forward(self.name, q, k, v, tasks, out, lse)
+        check_forward(self.name, q, k, v, tasks, into)
         v_head_dim = v.shape[2]
         width = _common_width(q, v)
         for call in self._calls(q, k, tasks, width):
@@ -73,59 +65,39 @@ class PackedKernel(ABC):
                 spec,
             )
             packed_out = packed_out[..., :v_head_dim]
-            if out is None and lse is None and call.q.rows == len(q) and call.q.index is None:
-                return packed_out.contiguous(), packed_lse
-            if out is None:
-                out = q.new_empty((len(q), q.shape[1], v_head_dim))
-            if lse is None:
-                lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
+            if into is None:
+                if call.q.rows == len(q) and call.q.index is None:
+                    return packed_out.contiguous(), packed_lse
+                into = new_outputs(q, v)
+            out, lse = into
             call.q.put(out, packed_out)
             call.q.put(lse, packed_lse, dim=1)
-        if out is None:
-            out = q.new_empty((len(q), q.shape[1], v_head_dim))
-        if lse is None:
-            lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
-        return out, lse
+        return new_outputs(q, v) if into is None else into
 
     @torch.no_grad()
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lse: torch.Tensor,
-        tasks: TaskBatch,
-        spec: AttentionSpec,
-        *,
-        out: torch.Tensor | None,
-        delta: torch.Tensor | None,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
-        check_backward(self.name, dout, q, k, v, lse, tasks, out, delta, dq, dk, dv, self.grad_dtype(q.dtype))
+    def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        check_backward(self.name, inputs, tasks, grads, self.grad_dtype(q.dtype))
         head_dim, v_head_dim = q.shape[2], v.shape[2]
         width = _common_width(q, v)
         for call in self._calls(q, k, tasks, width):
-            packed_dout = call.q.take(dout)
-            if out is not None:
-                packed_out = call.q.take(out)
+            dout = call.q.take(inputs.dout)
+            if inputs.out is not None:
+                out = call.q.take(inputs.out)
             else:
-                packed_out = out_from_delta(packed_dout, call.q.take(delta, dim=1))
-            packed_dq, packed_dk, packed_dv = self.library_backward(
-                _widen(packed_dout, width).contiguous(),
-                _widen(call.q.take(q), width).contiguous(),
-                _widen(call.k.take(k), width).contiguous(),
-                _widen(call.k.take(v), width).contiguous(),
-                _widen(packed_out, width).contiguous(),
-                call.q.take(lse, dim=1).contiguous(),
-                call,
-                spec,
+                out = out_from_delta(dout, call.q.take(inputs.delta, dim=1))
+            packed = BackwardInputs(
+                q=_widen(call.q.take(q), width).contiguous(),
+                k=_widen(call.k.take(k), width).contiguous(),
+                v=_widen(call.k.take(v), width).contiguous(),
+                dout=_widen(dout, width).contiguous(),
+                lse=call.q.take(inputs.lse, dim=1).contiguous(),
+                out=_widen(out, width).contiguous(),
             )
-            call.q.put(dq, packed_dq[..., :head_dim])
-            call.k.put(dk, packed_dk[..., :head_dim])
-            call.k.put(dv, packed_dv[..., :v_head_dim])
+            results = self.library_backward(packed, call, spec)
+            call.q.put(grads.dq, results.dq[..., :head_dim])
+            call.k.put(grads.dk, results.dk[..., :head_dim])
+            call.k.put(grads.dv, results.dv[..., :v_head_dim])
 
     def _calls(self, q: torch.Tensor, k: torch.Tensor, tasks: TaskBatch, width: int) -> list[PackedCall]:
         # Query heads for the keys too: under grouped-query attention the backward writes dk and dv for every query

@@ -77,17 +77,19 @@ def packed_calls(
         max_rows: most packed query or key rows in a call. Key rows that several tasks share are packed once for each,
             so there can be more of them than the buffer has. A task of its own that is larger still gets a call.
     """
-    cache = tasks.__dict__.setdefault("_packed_calls", {})
-    key = (device, max_sequences, max_rows)
-    if key not in cache:
-        cache[key] = [
-            PackedCall(
-                PackedRows.of(tasks.q_start[part], tasks.q_len[part], device),
-                PackedRows.of(tasks.k_start[part], tasks.k_len[part], device),
-            )
-            for part in _parts(tasks, max_sequences, max_rows)
-        ]
-    return cache[key]
+    return tasks.once(_packed_calls, device, max_sequences, max_rows)
+
+
+def _packed_calls(
+    tasks: TaskBatch, device: torch.device, max_sequences: int | None, max_rows: int | None
+) -> list[PackedCall]:
+    return [
+        PackedCall(
+            PackedRows.of(tasks.q_start[part], tasks.q_len[part], device),
+            PackedRows.of(tasks.k_start[part], tasks.k_len[part], device),
+        )
+        for part in _parts(tasks, max_sequences, max_rows)
+    ]
 
 
 def _parts(tasks: TaskBatch, max_sequences: int | None, max_rows: int | None) -> Iterator[slice]:

@@ -18,7 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deepspeed_distca.attention_server.kernels.api import check_backward, check_forward, check_heads, check_spec
+from deepspeed_distca.attention_server.kernels.api import (
+    BackwardInputs,
+    Gradients,
+    check_backward,
+    check_forward,
+    check_heads,
+    check_spec,
+    new_outputs,
+)
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 # Tasks of at most this many keys are batched with others of their size.
@@ -95,19 +103,15 @@ class ReferenceKernel:
         v: torch.Tensor,
         tasks: TaskBatch,
         spec: AttentionSpec,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
+        into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_forward(self.name, q, k, v, tasks, out, lse)
+        check_forward(self.name, q, k, v, tasks, into)
         math = _math_dtype(q.dtype)
-        if out is None:
-            out = q.new_empty((len(q), q.shape[1], v.shape[2]))
-        if lse is None:
-            lse = q.new_empty((q.shape[1], len(q)), dtype=math)
+        out, lse = new_outputs(q, v) if into is None else into
         scratch = _Scratch(q.device, math)
         rows = scratch.blocking.query_rows(spec.window)
         with _exact_products(q.device):
-            for group in _groups(tasks, q.device, q.shape[1], spec.window):
+            for group in tasks.once(_groups, q.device, q.shape[1], spec.window):
                 keys, values = group.key_rows(k, math), group.key_rows(v, math)
                 for block in group.query_blocks(rows):
                     queries = block.query_rows(q, k.shape[1], math)
@@ -117,44 +121,29 @@ class ReferenceKernel:
         return out, lse
 
     @torch.no_grad()
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lse: torch.Tensor,
-        tasks: TaskBatch,
-        spec: AttentionSpec,
-        *,
-        out: torch.Tensor | None,
-        delta: torch.Tensor | None,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
-        math = _math_dtype(q.dtype)
-        check_backward(self.name, dout, q, k, v, lse, tasks, out, delta, dq, dk, dv, self.grad_dtype(q.dtype))
-        kv_heads = k.shape[1]
+    def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        check_backward(self.name, inputs, tasks, grads, self.grad_dtype(q.dtype))
+        math, kv_heads = _math_dtype(q.dtype), k.shape[1]
         scratch = _Scratch(q.device, math)
         rows = scratch.blocking.query_rows(spec.window)
         with _exact_products(q.device):
-            for group in _groups(tasks, q.device, q.shape[1], spec.window):
+            for group in tasks.once(_groups, q.device, q.shape[1], spec.window):
                 keys, values = group.key_rows(k, math), group.key_rows(v, math)
                 dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
                 for block in group.query_blocks(rows):
-                    queries, douts = (block.query_rows(t, kv_heads, math) for t in (q, dout))
-                    row_lse = block.row_scalars(lse, kv_heads, math)
-                    if delta is not None:
-                        row_delta = block.row_scalars(delta, kv_heads, math)
+                    queries, douts = (block.query_rows(t, kv_heads, math) for t in (q, inputs.dout))
+                    lse = block.row_scalars(inputs.lse, kv_heads, math)
+                    if inputs.delta is not None:
+                        delta = block.row_scalars(inputs.delta, kv_heads, math)
                     else:
-                        row_delta = (douts * block.query_rows(out, kv_heads, math)).sum(-1)
-                    dqueries = _backward_block(
-                        douts, queries, keys, values, row_lse, row_delta, block, spec, scratch, dkeys, dvalues
-                    )
-                    block.write_queries(dq, dqueries)
-                group.write_keys(dk, dkeys)
-                group.write_keys(dv, dvalues)
+                        delta = (douts * block.query_rows(inputs.out, kv_heads, math)).sum(-1)
+                    sums = Gradients(torch.zeros_like(queries), dkeys, dvalues)
+                    given = BackwardInputs(queries, keys, values, douts, lse, delta=delta)
+                    _backward_block(given, block, spec, scratch, sums)
+                    block.write_queries(grads.dq, sums.dq)
+                group.write_keys(grads.dk, dkeys)
+                group.write_keys(grads.dv, dvalues)
 
 
 def _math_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -381,23 +370,19 @@ class _Batched:
 
 
 def _groups(tasks: TaskBatch, device: torch.device, q_heads: int, window: int | None) -> list[_Single | _Batched]:
-    """How a batch is computed; made once per batch, since one batch serves every layer in both directions."""
-    cache = tasks.__dict__.setdefault("_reference_groups", {})
-    key = (device, q_heads, window)
-    if key not in cache:
-        small = tasks.k_len <= SMALL_TASK
-        groups: list[_Single | _Batched] = [
-            _Single(int(tasks.q_start[i]), int(tasks.q_len[i]), int(tasks.k_start[i]), int(tasks.k_len[i]), window)
-            for i in np.flatnonzero(~small)
-        ]
-        members = np.flatnonzero(small)
-        sizes = np.stack([_bucket(tasks.k_len[members]), _bucket(tasks.q_len[members])])
-        for size in np.unique(sizes, axis=1).T:
-            same = members[(sizes == size[:, None]).all(0)]
-            most = max(1, blocking(device).scores // (q_heads * int(size.prod())))
-            groups += [_Batched.of(tasks, same[i : i + most], window, device) for i in range(0, len(same), most)]
-        cache[key] = groups
-    return cache[key]
+    """How a batch is computed."""
+    small = tasks.k_len <= SMALL_TASK
+    groups: list[_Single | _Batched] = [
+        _Single(int(tasks.q_start[i]), int(tasks.q_len[i]), int(tasks.k_start[i]), int(tasks.k_len[i]), window)
+        for i in np.flatnonzero(~small)
+    ]
+    members = np.flatnonzero(small)
+    sizes = np.stack([_bucket(tasks.k_len[members]), _bucket(tasks.q_len[members])])
+    for size in np.unique(sizes, axis=1).T:
+        same = members[(sizes == size[:, None]).all(0)]
+        most = max(1, blocking(device).scores // (q_heads * int(size.prod())))
+        groups += [_Batched.of(tasks, same[i : i + most], window, device) for i in range(0, len(same), most)]
+    return groups
 
 
 def _bucket(length: np.ndarray) -> np.ndarray:
@@ -458,21 +443,16 @@ def _forward_block(
 
 
 def _backward_block(
-    douts: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
+    given: BackwardInputs,
     block: _Block | _Batched,
     spec: AttentionSpec,
     scratch: _Scratch,
-    dkeys: torch.Tensor,
-    dvalues: torch.Tensor,
-) -> torch.Tensor:
-    """dq [B, M, D] of one query block; adds to dkeys and dvalues."""
-    dqueries = torch.zeros_like(queries)
-    lse, delta = lse[..., None], delta[..., None]
+    sums: Gradients,
+) -> None:
+    """Adds the gradients of one query block, all in the shapes of the products: q, dout and dq [B, M, D], lse and
+    delta [B, M], k, v, dk and dv [B, keys, D]."""
+    queries, keys, values, douts = given.q, given.k, given.v, given.dout
+    lse, delta = given.lse[..., None], given.delta[..., None]
     for start, end in block.chunks(queries.shape[0] * queries.shape[1], scratch.blocking):
         scores = _scores(queries, keys, block, start, end, spec, scratch)
         slope = None
@@ -481,12 +461,11 @@ def _backward_block(
             slope = scratch.get("slope", *scores.shape)
             torch.mul(scores, 1 / spec.softcap, out=slope).square_().neg_().add_(1).clamp_(min=0)
         weights = scores.sub_(lse).exp_()
-        dvalues[:, start:end].baddbmm_(weights.transpose(1, 2), douts)
+        sums.dv[:, start:end].baddbmm_(weights.transpose(1, 2), douts)
         dscores = scratch.get("dscores", *weights.shape)
         torch.bmm(douts, values[:, start:end].transpose(1, 2), out=dscores)
         dscores.sub_(delta).mul_(weights)
         if slope is not None:
             dscores.mul_(slope)
-        dqueries.baddbmm_(dscores, keys[:, start:end], alpha=spec.scale)
-        dkeys[:, start:end].baddbmm_(dscores.transpose(1, 2), queries, alpha=spec.scale)
-    return dqueries
+        sums.dq.baddbmm_(dscores, keys[:, start:end], alpha=spec.scale)
+        sums.dk[:, start:end].baddbmm_(dscores.transpose(1, 2), queries, alpha=spec.scale)

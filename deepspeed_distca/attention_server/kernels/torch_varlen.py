@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from deepspeed_distca.attention_server.kernels.api import BackwardInputs, Gradients
 from deepspeed_distca.attention_server.kernels.libraries import check_flash, window_sizes
 from deepspeed_distca.attention_server.kernels.packed_kernel import PackedKernel
 from deepspeed_distca.attention_server.kernels.packed_rows import PackedCall
@@ -75,28 +76,18 @@ class TorchVarlenKernel(PackedKernel):
         )
         return out, lse
 
-    def library_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: PackedCall,
-        spec: AttentionSpec,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def library_backward(self, inputs: BackwardInputs, call: PackedCall, spec: AttentionSpec) -> Gradients:
         left, right = window_sizes(spec)
         # No dropout, so the random state is never read.
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        unused = torch.empty(0, device=q.device)
-        return torch.ops.aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=inputs.q.device)
+        unused = torch.empty(0, device=inputs.q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            inputs.dout,
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.out,
+            inputs.lse,
             call.q.cu_seqlens,
             call.k.cu_seqlens,
             _max_q(call),
@@ -109,6 +100,7 @@ class TorchVarlenKernel(PackedKernel):
             window_size_left=left,
             window_size_right=right,
         )
+        return Gradients(dq, dk, dv)
 
 
 def _max_q(call: PackedCall) -> int:

@@ -65,7 +65,7 @@ def config(zero: int = 1, **more) -> dict:
             },
         },
         "steps_per_print": 10**9,
-        "distca": {"enabled": True, "granularity": 8, "tolerance": 0.0},
+        "distca": {"enabled": True, "advanced": {"granularity": 8, "tolerance": 0.0}},
         **more,
     }
 

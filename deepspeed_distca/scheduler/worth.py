@@ -59,6 +59,8 @@ class Worth:
     Attributes:
         home: the tasks at home.
         weights: by which attention is to be spread over the servers; None is equal parts.
+        before: seconds of :meth:`seconds` with everything at home.
+        whole: the same with the layer's linear work.
     """
 
     def __init__(
@@ -79,6 +81,12 @@ class Worth:
         self._speeds = options.speeds(layout.num_ranks)
         self._linear = np.array([cost.linear_seconds(x) for x in flops])  # at speed 1
         self._start = None if speeds is None else self._linear / self._speeds
+        attention = loads / UNITS_PER_SECOND / self._speeds
+        if self._start is None:
+            self.before = float(attention.max())
+            self.whole = float(self._linear.max()) + self.before
+        else:
+            self.before = self.whole = float((self._start + attention).max())
 
     def spread(self, at_home: PlanCompiler) -> tuple[Tasks, PlanCompiler]:
         """The tasks as they are to be computed, compiled: :attr:`home` itself where moving rows does not pay.
@@ -90,7 +98,7 @@ class Worth:
         # whatever that costs.
         frugal = self._options.min_gain > 0 and 0 not in (self._options.server_weights or ())
         frugal = frugal and not at_home.moves_rows
-        if frugal and not self.pays(self.least(), FEWEST_MESSAGES[self._phase]):
+        if frugal and self.before - self.least() < self.price(FEWEST_MESSAGES[self._phase]):
             return self.home, at_home  # without a search
         tasks = balance(
             self._layout,
@@ -106,11 +114,13 @@ class Worth:
         compiler = PlanCompiler(self._layout, tasks.rows)
         if not frugal or not compiler.moves_rows:
             return tasks, compiler
-        pays = self.pays(self.seconds(compiler), int(compiler.messages(self._phase).max()))
+        saved = self.before - self.seconds(compiler)
+        pays = saved >= self.price(int(compiler.messages(self._phase).max()))
         return (tasks, compiler) if pays else (self.home, at_home)
 
     def seconds(self, compiler: PlanCompiler) -> float:
-        """Predicted seconds of one layer's phase with its transfers, without what moving rows costs beside them."""
+        """Predicted seconds of one layer's phase with its transfers, without their :meth:`price`. With speeds it
+        begins with the linear work."""
         at_home, away = (load / UNITS_PER_SECOND / self._speeds for load in compiler.loads(self._task_cost))
         sizes = compiler.bytes_between(self._cost.heads, self._phase)
         return phase_seconds(self._cost, at_home, away, *sizes, early=self._early, start=self._start)
@@ -121,23 +131,15 @@ class Worth:
         work = int(self.home.loads.sum()) / UNITS_PER_SECOND + math.fsum(linear)
         return work / math.fsum(self._speeds.tolist())
 
-    def pays(self, seconds: float, messages: int) -> bool:
-        """Whether the phase saves what moving rows costs beside the transfers. That is the larger of two things which
-        a layer does not pay one after the other: the share ``min_gain`` of what it takes, for the device, and what
-        the host does more, which a device with enough queued does not wait for (docs/design.md, "When rows move").
+    def price(self, messages: int) -> float:
+        """Seconds that moving rows costs beside the transfers. It is the larger of two things, which a layer does not
+        pay one after the other: the device's, the share ``min_gain`` of all that it does, and the host's, for which a
+        device with that much to do need not wait (docs/design.md, "When rows move").
 
         Args:
-            seconds: of the phase once it is balanced, transfers included.
             messages: of the rank with the most of them.
         """
-        attention = self.home.loads / UNITS_PER_SECOND / self._speeds
-        if self._start is None:
-            before = float(attention.max())
-            whole = float(self._linear.max()) + before
-        else:
-            before = whole = float((self._start + attention).max())
-        price = max(self._options.min_gain * whole, self._cost.moving_seconds(self._phase, messages))
-        return before - seconds >= price
+        return max(self._options.min_gain * self.whole, self._cost.moving_seconds(self._phase, messages))
 
     def _task_cost(self, q_start: np.ndarray, q_end: np.ndarray, k_start: np.ndarray) -> np.ndarray:
         return self._cost.cost(q_start, q_end, k_start, self._window, self._phase)

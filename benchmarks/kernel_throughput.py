@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.kernels import (
+    AttentionShape,
     BackwardInputs,
     Gradients,
     Kernel,
@@ -130,7 +131,7 @@ def main() -> None:
         try:
             heads, dims = (args.q_heads, args.kv_heads), (args.head_dim, args.head_dim)
             spec = AttentionSpec(args.head_dim**-0.5)
-            kernel.check(*heads, *dims, torch.bfloat16, spec, torch.device("cuda"))
+            kernel.check(AttentionShape(*heads, *dims, torch.bfloat16, torch.device("cuda")), spec)
             kernel.load()
         except KernelError as error:
             print(error)

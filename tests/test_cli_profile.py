@@ -45,6 +45,7 @@ def test_what_is_measured_is_stored_and_used(capsys):
         # 2048 multiply-adds forward: between a TFLOP/s and a hundredth of a GFLOP/s.
         assert 4e6 < cost.pair < 4e11
     assert stored.cost.launch > 0
+    assert stored.cost.moving_backward == CostModel().moving_backward
     choice = choose(CPU, HEADS, folder=cache_folder())
     assert choice.cost == stored.cost and str(path) in choice.source
 
@@ -119,3 +120,11 @@ def test_two_ranks_measure_the_exchange(tmp_path, launcher):
     stored = Profile.load(path)
     assert stored.about["exchange"].startswith("measured over 2 ranks")
     assert 1e7 < stored.cost.bytes_per_second < 1e12 and stored.cost.latency > 0
+    assert "a layer whose rows move, beside the transfers: forward" in done.stdout
+    assert stored.about["moving rows"] == "measured over 2 ranks"
+    layers = stored.about["ms more of layers whose rows move, forward and backward"]
+    assert [layer.split(" messages")[0] for layer in layers] == ["10, 16", "40, 64", "120, 192"]
+    default = CostModel()
+    for phase in PHASES:
+        moving = getattr(stored.cost, f"moving_{phase}")
+        assert moving != getattr(default, f"moving_{phase}") and 0 < moving.layer + 100 * moving.message < 1e15

@@ -12,17 +12,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from deepspeed_distca.attention_server.server import PlanOptions
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.plan_options import linear_flops, plan_options
 from deepspeed_distca.scheduler.balance import balance
-from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.cost_model import CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.phase_time import phase_seconds
 from deepspeed_distca.scheduler.plan import PlanCompiler
-from deepspeed_distca.scheduler.speeds import finishing_weights
+from deepspeed_distca.scheduler.worth import PlanOptions, finishing_weights, phase_seconds
 from tests.huggingface.lone_server import NoExchange, lone_server
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -96,7 +94,8 @@ def test_a_plan_that_saves_too_little_keeps_every_row_at_home(lengths, weights, 
     layout = Layout.from_lengths(lengths)
     weights = None if weights is None else tuple(weights[: layout.num_ranks])
     speeds = np.array(weights or [1] * layout.num_ranks) / np.mean(weights or [1])
-    cost = replace(CostModel.area(Heads()), bytes_per_second=10**18, latency=0)
+    nothing = dict(bytes_per_second=10**18, latency=0, moving_forward=MovingCost(), moving_backward=MovingCost())
+    cost = replace(CostModel.area(Heads()), **nothing)
     flops = 10_000_000
     spread, start = weights, 0.0
     if weights is not None:

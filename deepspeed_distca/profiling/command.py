@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange, exchange_group
+from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
 from deepspeed_distca.attention_server.setting import DTYPES, setting_of
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.profiling.link import measure_link, sizes_for
 from deepspeed_distca.profiling.measure import KernelBench, Measured, limits_for, limits_of, measure
+from deepspeed_distca.profiling.moving import Moves, measure_moving
 from deepspeed_distca.profiling.report import print_result
 from deepspeed_distca.profiling.result import Link, Result, build
 from deepspeed_distca.profiling.shapes import Limits, fitting_shapes, held_out_shapes, smallest_shape
@@ -31,6 +33,7 @@ from deepspeed_distca.scheduler.profiles import cache_folder, file_name
 _DISTRIBUTIONS = {"flash_attn_4": "flash-attn-4", "flash_attn_3": "flash_attn_3", "flash_attn_2": "flash-attn"}
 _TIMEOUT = datetime.timedelta(seconds=120)
 _QUICK_BUDGET = 5.0
+_STAGING_MIB = 64
 
 
 class ProfileUsageError(ValueError):
@@ -51,9 +54,9 @@ def profile(arguments: argparse.Namespace) -> int:
     budget = arguments.budget_seconds or (_QUICK_BUDGET if arguments.quick else 30.0)
     path = _destination(arguments.save)
     kernel = _kernel(arguments.kernel, heads, dtype, device, windows)
-    link = None
+    link = moves = None
     if ranks > 1:
-        link = _measure_link(device, arguments.quick)
+        link, moves = _measure_exchange(device, kernel, heads, dtype, arguments.quick)
         if int(os.environ["RANK"]) != 0:
             return 0
     torch.manual_seed(0)
@@ -62,7 +65,7 @@ def profile(arguments: argparse.Namespace) -> int:
             limits = limits_of(arguments.tokens, 128 if device.type == "cuda" else 16, heads)
         else:
             limits = limits_for(kernel, heads, dtype, device, windows, budget, arguments.quick)
-        result = _profile_kernel(kernel, heads, dtype, device, limits, windows, budget, link)
+        result = _profile_kernel(kernel, heads, dtype, device, limits, windows, budget, link, moves)
     except ValueError as error:  # KernelError among them
         raise ProfileUsageError(str(error)) from error
 
@@ -88,6 +91,7 @@ def _profile_kernel(
     windows: list[int | None],
     budget: float,
     link: Link | None,
+    moves: Moves | None,
 ) -> Result:
     fitting = [shape for window in windows for shape in fitting_shapes(limits, window)]
     unseen = [shape for window in windows for shape in held_out_shapes(limits, window)]
@@ -106,20 +110,26 @@ def _profile_kernel(
     n = len(fitting)
     smallest = {phase: everything.seconds[phase][-1] for phase in PHASES}
     return build(
-        setting_of(device, dtype, kernel.name), heads, part(slice(n)), part(slice(n, -1)), smallest, link,
+        setting_of(device, dtype, kernel.name), heads, part(slice(n)), part(slice(n, -1)), smallest, link, moves,
         _about(kernel, windows),
     )  # fmt: skip
 
 
-def _measure_link(device: torch.device, quick: bool) -> Link:
+def _measure_exchange(
+    device: torch.device, kernel: Kernel, heads: Heads, dtype: torch.dtype, quick: bool
+) -> tuple[Link, Moves]:
     """Collective over all processes that the launcher started; the process group is gone afterwards."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
     try:
         world = dist.get_world_size()
-        exchange = PeerToPeerExchange(exchange_group([list(range(world))], device, _TIMEOUT))
+        group = exchange_group([list(range(world))], device, _TIMEOUT)
+        exchange = PeerToPeerExchange(group)
         sizes, unseen = sizes_for(device, quick)
         seconds = measure_link(exchange, device, [*sizes, *unseen])
-        return Link(world, sizes, seconds[: len(sizes)], unseen, seconds[len(sizes) :])
+        link = Link(world, sizes, seconds[: len(sizes)], unseen, seconds[len(sizes) :])
+        # As in training.
+        exchange = make_exchange(None, group, device, timeout=_TIMEOUT.total_seconds(), staging_mib=_STAGING_MIB)
+        return link, measure_moving(exchange, kernel, heads, device, dtype, rounds=5 if quick else 15)
     finally:
         dist.destroy_process_group()
 

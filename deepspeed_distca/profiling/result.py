@@ -4,21 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from deepspeed_distca.profiling.measure import Measured
+from deepspeed_distca.profiling.moving import Moves
 from deepspeed_distca.profiling.shapes import Shape
-from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel
-from deepspeed_distca.scheduler.fit import PredictionError, fit_phase, fit_transfer, predict
+from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel, MovingCost
+from deepspeed_distca.scheduler.fit import PredictionError, fit_moving, fit_phase, fit_transfer, predict
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Profile, Setting
 
 # Calls that take less than so many times the shortest call are its latency more than their own work.
 _ABOVE_LATENCY = 1.5
 _FEWEST_CALLS = 12
+_NOT_MOVED = "not measured (see exchange); the terms are the default ones, of two H200s"
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,10 @@ def build(
     held_out: Measured,
     smallest: Mapping[str, float],
     link: Link | None,
+    moves: Moves | None,
     about: Mapping[str, Any],
 ) -> Result:
-    """Fits a cost model.
+    """Fits a cost model. Without a link or moves it has the default terms.
 
     Args:
         smallest: seconds of the smallest call in each phase.
@@ -103,6 +106,8 @@ def build(
             exchange = f"not usable: {error}"
     # One floor for both phases; the smaller keeps its promise in each.
     model = CostModel(heads, phases["forward"], phases["backward"], launch=min(floors.values()), **rates)
+    if moves is not None:
+        model = replace(model, **_moving(model, moves))
     link_error = None
     if rates:
         link_error = PredictionError.of(model.transfer_seconds(link.held_out_sizes), link.held_out_seconds)
@@ -123,13 +128,31 @@ def build(
         "error of calls held out": {phase: str(unseen[phase]) for phase in PHASES},
         "error of calls fitted": {phase: str(fitted[phase]) for phase in PHASES},
         "exchange": exchange,
+        "moving rows": _NOT_MOVED if moves is None else f"measured over {moves.ranks} ranks",
         "ms of shapes, forward and backward": _rows(fitting),
         "ms of shapes held out": _rows(held_out),
     }
+    if moves is not None:
+        rows = zip(
+            *(moves.messages[phase] for phase in PHASES), *(moves.seconds[phase] for phase in PHASES), strict=True
+        )
+        about["ms more of layers whose rows move, forward and backward"] = [
+            f"{m}, {n} messages: {forward * 1e3:.4f} {backward * 1e3:.4f}" for m, n, forward, backward in rows
+        ]
     if link is not None:
         pairs = zip((*link.sizes, *link.held_out_sizes), (*link.seconds, *link.held_out_seconds), strict=True)
         about["ms of bytes each way"] = [f"{size}: {seconds * 1e3:.4f}" for size, seconds in sorted(pairs)]
     return Result(Profile(setting, model, about), fitted, unseen, calls, link_error)
+
+
+def _moving(model: CostModel, moves: Moves) -> dict[str, MovingCost]:
+    """What moving rows costs beside the transfers, which nothing covers in layers as short as these."""
+    terms = {}
+    for phase in PHASES:
+        transfers = [sum(map(model.transfer_seconds, both)) for both in moves.sizes[phase]]
+        beside = np.array(moves.seconds[phase]) - transfers
+        terms[f"moving_{phase}"] = fit_moving(moves.messages[phase], beside)
+    return terms
 
 
 def _rows(measured: Measured) -> list[str]:

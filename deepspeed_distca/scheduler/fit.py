@@ -7,11 +7,12 @@ over the tasks. A term cannot be negative, so that no task or transfer is ever p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_distca.scheduler.cost_model import MAX_TERM, UNITS_PER_SECOND, PhaseCost, key_start, pairs
+from deepspeed_distca.scheduler.cost_model import MAX_TERM, UNITS_PER_SECOND, MovingCost, PhaseCost, key_start, pairs
 
 # Reweighted passes after which the fit stands, the relative error below which a row counts as met, and the ratio of
 # predicted to measured time below which all are alike.
@@ -145,6 +146,18 @@ def fit_transfer(sizes: np.ndarray, seconds: np.ndarray) -> tuple[int, int]:
     if per_byte <= 0:
         raise ValueError("the measured transfers do not take longer with their size: measure larger ones")
     return max(1, round(min(1 / per_byte, MAX_TERM))), round(min(latency * UNITS_PER_SECOND, MAX_TERM))
+
+
+def fit_moving(messages: Sequence[int], seconds: Sequence[float]) -> MovingCost:
+    """What moving rows costs in a phase, by least squares: measured differences scatter, below 0 too.
+
+    Args:
+        messages: of each layer.
+        seconds: by which it took longer than one whose rows stay, and than its transfers.
+    """
+    counts = np.asarray(messages, dtype=np.float64)
+    terms = nnls(np.stack([np.ones(len(counts)), counts], axis=1), np.asarray(seconds, dtype=np.float64))
+    return MovingCost(*(round(min(term * UNITS_PER_SECOND, MAX_TERM)) for term in terms.tolist()))
 
 
 @dataclass(frozen=True)

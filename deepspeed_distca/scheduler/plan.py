@@ -27,6 +27,11 @@ from deepspeed_distca.scheduler.relays import DEFAULT_RULE, RelayRule, relays
 PEER, HOME_ROW, WORK_ROW, ROWS = range(4)
 _TASK_DOCUMENT, _Q_START, _Q_END, _K_START, _SERVER = range(5)
 
+#: Messages between a run's two ends in a layer, by phase: of queries (q, out and lse; q, dout, their statistics and
+#: dq), of keys on their way out (k and v), and of their gradients. The last are of a server with one range of queries.
+_MESSAGES = {"forward": (3, 2, 0), "backward": (4, 2, 2)}
+FEWEST_MESSAGES = {phase: sum(counts) for phase, counts in _MESSAGES.items()}
+
 #: Of one kind of rows in all.
 _MAX_BYTES = 2**61
 
@@ -180,6 +185,17 @@ class PlanCompiler:
     def moves_rows(self) -> bool:
         """Any row travels between any two ranks."""
         return any(bool((runs[:, 0] != runs[:, 1]).any()) for runs in (self._q_runs, self._kv_runs))
+
+    def messages(self, phase: str) -> np.ndarray:
+        """How many messages each rank sends or receives in one layer, int64 [num_ranks]."""
+        queries, keys, source = self._q_runs, self._kv_runs, self._kv_source
+        sender = np.where(source < 0, keys[:, 1], keys[source, 0])
+        ends = (queries[:, 0], queries[:, 1]), (keys[:, 0], sender), (keys[:, 0], keys[:, 1])
+        counts = np.zeros(self._layout.num_ranks, dtype=np.int64)
+        for (server, other), messages in zip(ends, _MESSAGES[phase], strict=True):
+            for end in (server, other):
+                np.add.at(counts, end[server != other], messages)
+        return counts
 
     def bytes_between(self, heads: Heads, phase: str) -> tuple[np.ndarray, np.ndarray]:
         """Bytes of one layer from each rank to each, out and back: int64 [sender, receiver] each.

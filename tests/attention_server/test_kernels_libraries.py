@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, KernelError, make_kernel
-from deepspeed_distca.attention_server.kernels import packed_kernel as packed_kernel_module
+from deepspeed_distca.attention_server.kernels import packed as packed_module
 from deepspeed_distca.attention_server.kernels.libraries import out_from_delta
+from deepspeed_distca.attention_server.kernels.packed import PackedRows
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
-from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, DeviceTasks, TaskBatch
 
 SENTINEL = 7.0
 REFERENCE = ReferenceKernel()
@@ -568,6 +569,35 @@ def test_flash_attention_4_runs_in_place_unless_no_order_ascends(install):
         assert (seen[-1] == q.data_ptr()) == in_place, make_batch.__name__
 
 
+@pytest.mark.parametrize("make_batch", [reordered_batch, crossed_batch])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_a_batch_says_is_made_for_the_first_layer_only(install, monkeypatch, library, make_batch):
+    kernel, _ = install(library)
+    tasks, spec, made = make_batch(), AttentionSpec(0.3), []
+    monkeypatch.setattr(PackedRows, "of", counted(PackedRows.of, made))
+    monkeypatch.setattr(DeviceTasks, "of", counted(DeviceTasks.of, made))
+    q, k, v = (torch.ones(n, 2, 8).bfloat16() for n in (tasks.q_rows, tasks.k_rows, tasks.k_rows))
+
+    def layer() -> None:
+        out, lse = kernel.forward(q, k, v, tasks, spec)
+        kernel.backward(
+            BackwardInputs(q, k, v, q, lse, out), tasks, spec, Gradients(*map(torch.zeros_like, (q, k, v)))
+        )
+
+    layer()
+    first = len(made)
+    layer()
+    assert 0 < first == len(made)
+
+
+def counted(make, calls: list):
+    def of(*arguments):
+        calls.append(arguments)
+        return make(*arguments)
+
+    return of
+
+
 def test_the_stand_in_notices_shared_work_rows():
     with pytest.raises(AssertionError, match="share work rows"):
         assert_work_rows_apart(int64(1000, 0), int64(500, 1000), 64)
@@ -588,7 +618,7 @@ def test_more_sequences_than_a_call_may_have_are_split(install, monkeypatch):
 
 def test_packed_rows_beyond_32_bit_offsets_are_split_or_refused(install, monkeypatch):
     kernel, calls = install("flash_attn_2")
-    monkeypatch.setattr(packed_kernel_module, "MAX_ELEMENTS", 300 * 4 * 16 + 1)
+    monkeypatch.setattr(packed_module, "MAX_ELEMENTS", 300 * 4 * 16 + 1)
     check_kernel(kernel, packed_batch(), AttentionSpec(0.3))
     assert calls == ["forward"] * 6 + ["backward"] * 6
 

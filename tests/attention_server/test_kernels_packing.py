@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_distca.attention_server.kernels.packed_rows import PackedRows, packed_calls
+from deepspeed_distca.attention_server.kernels.packed import PackedRows, packed_calls
 from deepspeed_distca.attention_server.task_batch import TaskBatch
 
 CPU = torch.device("cpu")

@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel, KernelError, make_kernel
+from deepspeed_distca.attention_server.kernels import (
+    AttentionShape,
+    BackwardInputs,
+    Gradients,
+    Kernel,
+    KernelError,
+    make_kernel,
+)
 from deepspeed_distca.attention_server.kernels import reference as reference_module
+from deepspeed_distca.attention_server.kernels.blocks import CPU_BLOCKING, DEVICE_BLOCKING, Single, groups_of
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
@@ -179,7 +187,7 @@ def test_single_documents_around_the_block_sizes(length):
 
 @pytest.mark.parametrize("window", [None, 40, 3000])
 def test_the_large_blocks_of_other_devices(window, monkeypatch):
-    monkeypatch.setattr(reference_module, "blocking", lambda device: reference_module.DEVICE_BLOCKING)
+    monkeypatch.setattr(ReferenceKernel, "blocking", lambda self, device: DEVICE_BLOCKING)
     rng = np.random.default_rng(17)
     # More queries than a block, more keys than a chunk.
     pairs = [(4200, 4300), (60, 9000), (129, 650), *ragged(rng, 20, 100)]
@@ -188,9 +196,9 @@ def test_the_large_blocks_of_other_devices(window, monkeypatch):
 
 
 def test_large_blocks_take_few_steps_and_bounded_memory():
-    device = reference_module.DEVICE_BLOCKING
+    device = DEVICE_BLOCKING
     tokens, heads = 131_072, 2
-    task = reference_module._Single(0, tokens, 0, tokens, None)
+    task = Single(0, tokens, 0, tokens, None)
     blocks = list(task.query_blocks(device.query_rows(None)))
     chunks = [(b.rows, end - start) for b in blocks for start, end in b.chunks(heads * b.rows, device)]
     assert len(chunks) == 272
@@ -280,7 +288,7 @@ def test_two_thousand_one_token_documents():
     torch.testing.assert_close(dk, torch.zeros_like(dk), atol=1e-5, rtol=0)
     torch.testing.assert_close(dv, dout.unflatten(1, (2, 2)).sum(2))
     # They share batched products instead of costing two thousand calls.
-    assert len(reference_module._groups(tasks, q.device, 4, None)) == 1
+    assert len(groups_of(tasks, q.device, 4, None, CPU_BLOCKING)) == 1
 
 
 def test_empty_batch_writes_nothing():
@@ -334,21 +342,22 @@ def test_score_blocks_are_bounded_for_many_heads_and_many_short_tasks(heads):
     starts = np.arange(count, dtype=np.int64) * length
     lengths = np.full(count, length, dtype=np.int64)
     tasks = TaskBatch(starts, lengths, starts, lengths, count * length, count * length)
-    groups = reference_module._groups(tasks, torch.device("cpu"), heads, None)
+    groups = groups_of(tasks, torch.device("cpu"), heads, None, CPU_BLOCKING)
     assert sum(g.count for g in groups) == count
-    assert all(g.count * heads * g.q_size * g.k_size <= reference_module.CPU_BLOCKING.scores for g in groups)
+    assert all(g.count * heads * g.q_size * g.k_size <= CPU_BLOCKING.scores for g in groups)
 
 
 def test_refusals():
     kernel = ReferenceKernel()
     assert isinstance(kernel, Kernel) and make_kernel("reference").name == "reference"
     device, spec = torch.device("cpu"), AttentionSpec(scale=1.0)
+    shape = AttentionShape(4, 4, 8, 8, torch.float32, device)
     with pytest.raises(KernelError, match="6 query heads over 4"):
-        kernel.check(6, 4, 8, 8, torch.float32, spec, device)
+        kernel.check(AttentionShape(6, 4, 8, 8, torch.float32, device), spec)
     with pytest.raises(KernelError, match="window 0"):
-        kernel.check(4, 4, 8, 8, torch.float32, AttentionSpec(1.0, window=0), device)
+        kernel.check(shape, AttentionSpec(1.0, window=0))
     with pytest.raises(KernelError, match="softcap -1"):
-        kernel.check(4, 4, 8, 8, torch.float32, AttentionSpec(1.0, softcap=-1.0), device)
+        kernel.check(shape, AttentionSpec(1.0, softcap=-1.0))
 
     tasks = scattered([(3, 5)], np.random.default_rng(0), max_gap=0)
     q, k, v, dout = inputs(tasks, 0, 2, 2, 4, 4, torch.float32)

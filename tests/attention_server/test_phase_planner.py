@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from deepspeed_distca.attention_server.agreement import GlobalMicroBatch
-from deepspeed_distca.attention_server.phase_planner import LINEAR_WORK, PhasePlanner, PlannedPhase, PlanOptions
+from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlannedPhase
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.layout import Layout, Segment
 from deepspeed_distca.plan_options import linear_flops, plan_options
 from deepspeed_distca.scheduler.balance import balance
-from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.cost_model import CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.phase_time import phase_seconds
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import Tasks
+from deepspeed_distca.scheduler.worth import LINEAR_WORK, PlanOptions, Worth, phase_seconds
 from tests.huggingface.lone_server import NoExchange, lone_server
 from tests.scheduler.strategies import layouts
 
@@ -33,7 +33,13 @@ MODEL = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_hea
 FLOPS = linear_flops(MODEL)
 HEADS = Heads(32, 8, 128)
 NVLINK = CostModel.fitted(HEADS)
-FREE = replace(CostModel.area(HEADS), bytes_per_second=10**18, latency=0)
+FREE = replace(
+    CostModel.area(HEADS),
+    bytes_per_second=10**18,
+    latency=0,
+    moving_forward=MovingCost(),
+    moving_backward=MovingCost(),
+)
 GPU = torch.device("cuda", 0)
 PHASES = ["forward", "backward"]
 
@@ -50,12 +56,13 @@ def planned(
     return PhasePlanner(0, cost, replace(given, **options), early=True).plan(layout, window, phase, 1)
 
 
-def predicted(layout: Layout, phase: str, tasks: Tasks) -> float:
-    """Seconds of a phase over NVLink, attention and transfers that nothing covers."""
+def predicted(layout: Layout, phase: str, tasks: Tasks) -> tuple[float, float]:
+    """Seconds of a phase over NVLink, attention and transfers that nothing covers; and what moving costs beside."""
     compiler = PlanCompiler(layout, tasks.rows)
     loads = compiler.loads(lambda a, b, k: NVLINK.cost(a, b, k, None, phase))
     sizes = compiler.bytes_between(HEADS, phase)
-    return phase_seconds(NVLINK, *(load / 1e15 for load in loads), *sizes, early=True)
+    seconds = phase_seconds(NVLINK, *(load / 1e15 for load in loads), *sizes, early=True)
+    return seconds, NVLINK.moving_seconds(phase, int(compiler.messages(phase).max()))
 
 
 def ends(layout: Layout, loads: np.ndarray, weights, phase: str, cost: CostModel, flops: int = FLOPS) -> np.ndarray:
@@ -90,7 +97,8 @@ def test_linear_work_and_attention_end_together(lengths, speeds, window, phase, 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.sampled_from(PHASES), st.sampled_from([0.0, 0.01, 0.04]))
 def test_without_speeds_attention_alone_is_balanced(lengths, phase, min_gain) -> None:
-    """Whatever numbers of tokens the ranks have; and rows stay at home by the linear work of the most tokens."""
+    """Whatever numbers of tokens the ranks have; and rows stay at home by the linear work of the most tokens, or where
+    less is saved than moving them costs at all."""
     layout = Layout.from_lengths(lengths)
     tasks = balance(layout, NVLINK, phase=phase, tolerance=0.005)
     plan, free = (planned(layout, None, phase, min_gain=gain) for gain in (min_gain, 0.0))
@@ -100,9 +108,9 @@ def test_without_speeds_attention_alone_is_balanced(lengths, phase, min_gain) ->
     if free.sent.any() and min_gain:
         linear = NVLINK.linear_seconds(FLOPS * int(layout.tokens.max()) * LINEAR_WORK[phase])
         before = float((tasks.loads_before / 1e15).max())
-        seconds = predicted(layout, phase, tasks)
-        gain = (before - seconds) / (linear + before)
-        assert abs(gain - min_gain) < 1e-12 or moved == (gain > min_gain)
+        seconds, price = predicted(layout, phase, tasks)
+        left = before - seconds - max(min_gain * (linear + before), price)
+        assert abs(left) < 1e-12 or moved == (left > 0)
 
 
 @st.composite
@@ -149,7 +157,7 @@ def test_what_is_not_searched_would_have_stayed_at_home(layout, speeds, window, 
     weights = tuple(speeds[: layout.num_ranks]) if speeds else None
     options = dict(cost=FREE if free else NVLINK, window=window, min_gain=min_gain, linear_flops=flops)
     plan = planned(layout, weights, phase, **options)
-    with mock.patch.object(PhasePlanner, "_least", return_value=-math.inf):
+    with mock.patch.object(Worth, "least", return_value=-math.inf):
         searched = planned(layout, weights, phase, **options)
     assert plan.digest == searched.digest
     assert np.array_equal(plan.sent, searched.sent) and plan.weights == searched.weights

@@ -19,11 +19,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepspeed_distca
 from deepspeed_distca import Layout
-from deepspeed_distca.attention_server import phase_planner, steps
+from deepspeed_distca.attention_server import steps
 from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
 from deepspeed_distca.attention_server.statistics import TimedKernel
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
+from deepspeed_distca.scheduler import worth
 
 VOCABULARY = 97
 
@@ -335,8 +336,8 @@ def different_plans() -> dict:
     """Rank 1's scheduler decides otherwise on the same layout: it finds nothing to move."""
     engine = _engine({"advanced": {"granularity": 16}})
     if dist.get_rank() == 1:
-        decide = phase_planner.balance
-        phase_planner.balance = lambda *given, **options: decide(*given, **{**options, "tolerance": 1000.0})
+        decide = worth.balance
+        worth.balance = lambda *given, **options: decide(*given, **{**options, "tolerance": 1000.0})
     try:
         engine(**_batch(*([200] if dist.get_rank() == 0 else [9, 4])))
         return {"error": ""}

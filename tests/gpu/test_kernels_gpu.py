@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_distca.attention_server.kernels import KERNEL_NAMES, BackwardInputs, Gradients, KernelError, make_kernel
+from deepspeed_distca.attention_server.kernels import (
+    KERNEL_NAMES,
+    AttentionShape,
+    BackwardInputs,
+    Gradients,
+    KernelError,
+    make_kernel,
+)
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
@@ -92,7 +99,7 @@ def fitting(name: str, spec: AttentionSpec, heads=HEADS, dims=DIMS, dtype=torch.
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
     try:
-        kernel.check(*heads, *dims, dtype, spec, torch.device("cuda"))
+        kernel.check(AttentionShape(*heads, *dims, dtype, torch.device("cuda")), spec)
         kernel.load()
     except KernelError as problem:
         pytest.skip(str(problem))

@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_distca.profiling.measure import Measured
+from deepspeed_distca.profiling.moving import Moves
 from deepspeed_distca.profiling.result import Link, build
 from deepspeed_distca.profiling.shapes import Limits, fitting_shapes, held_out_shapes, smallest_shape
 from deepspeed_distca.scheduler import CostModel, Heads
-from deepspeed_distca.scheduler.cost_model import PHASES
+from deepspeed_distca.scheduler.cost_model import PHASES, MovingCost
 from deepspeed_distca.scheduler.fit import predict
 from deepspeed_distca.scheduler.profiles import Profile, Setting
 
@@ -30,10 +31,10 @@ def times(shapes, factor: float = 1.0) -> Measured:
     return Measured(tuple(shapes), seconds, 5)
 
 
-def result(factor: float = 1.0, link: Link | None = None):
+def result(factor: float = 1.0, link: Link | None = None, moves: Moves | None = None):
     smallest = {phase: times([smallest_shape(LIMITS)]).seconds[phase][0] for phase in PHASES}
     fitting, unseen = times(fitting_shapes(LIMITS)), times(held_out_shapes(LIMITS), factor)
-    return build(SETTING, TRUE.heads, fitting, unseen, smallest, link, {"date": "today"})
+    return build(SETTING, TRUE.heads, fitting, unseen, smallest, link, moves, {"date": "today"})
 
 
 def link(off: float = 1.0) -> Link:
@@ -59,6 +60,26 @@ def test_the_model_behind_the_times_comes_back():
     assert Profile.from_dict(made.profile.to_dict()) == made.profile
 
 
+def test_what_moving_rows_costs_is_what_is_left_of_the_transfers():
+    true = {"forward": MovingCost(300 * 10**9, 10**9), "backward": MovingCost(500 * 10**9, 2 * 10**9)}
+    counts = {"forward": [10, 40, 120], "backward": [16, 64, 192]}
+    sizes = {phase: [(2**16 * m, 2**15 * m) for m in counts[phase]] for phase in PHASES}
+    seconds = {
+        phase: [
+            (true[phase].layer + true[phase].message * m) / 1e15 + 2 * LATENCY + (out + back) / RATE
+            for m, (out, back) in zip(counts[phase], sizes[phase], strict=True)
+        ]
+        for phase in PHASES
+    }
+    made = result(link=link(), moves=Moves(4, counts, sizes, seconds)).profile
+    for phase in PHASES:
+        cost = getattr(made.cost, f"moving_{phase}")
+        assert cost.layer == pytest.approx(true[phase].layer, rel=0.01)
+        assert cost.message == pytest.approx(true[phase].message, rel=0.01)
+    assert made.about["moving rows"] == "measured over 4 ranks"
+    assert Profile.from_dict(made.to_dict()) == made
+
+
 def test_errors_are_of_the_calls_held_out():
     made = result(factor=1.25, link=link(off=2.0))
     for phase in PHASES:
@@ -73,6 +94,8 @@ def test_an_exchange_that_was_not_measured_keeps_the_defaults_and_says_so():
     made = result()
     assert made.link is None and "not measured" in made.profile.about["exchange"]
     assert made.profile.cost.bytes_per_second == CostModel().bytes_per_second
+    assert made.profile.cost.moving_backward == CostModel().moving_backward
+    assert "not measured" in made.profile.about["moving rows"]
 
 
 def test_a_link_that_shows_no_rate_does_not_spoil_the_profile():

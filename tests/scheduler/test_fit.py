@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from deepspeed_distca.scheduler import CostModel
-from deepspeed_distca.scheduler.cost_model import PhaseCost, key_start
-from deepspeed_distca.scheduler.fit import PredictionError, features, fit_phase, fit_transfer, nnls, predict
+from deepspeed_distca.scheduler.cost_model import MovingCost, PhaseCost, key_start
+from deepspeed_distca.scheduler.fit import (
+    PredictionError,
+    features,
+    fit_moving,
+    fit_phase,
+    fit_transfer,
+    nnls,
+    predict,
+)
 from tests.scheduler.test_cost_model import MEASURED
 
 # Femtoseconds of the order of the H200's: a full set of terms, and one without key rows and tasks.
@@ -128,3 +136,11 @@ def test_what_cannot_be_fitted():
         fit_phase(rows, np.zeros(6))
     with pytest.raises(ValueError, match="longer documents"):
         fit_phase(rows, 1e-5 * rows[:, 3])
+
+
+def test_what_moving_rows_costs_never_comes_out_negative():
+    terms = fit_moving([10, 40, 120], [1e-3 + 20e-6 * m for m in (10, 40, 120)])
+    assert (terms.layer, terms.message) == (pytest.approx(10**12, rel=1e-6), pytest.approx(2 * 10**10, rel=1e-6))
+    assert fit_moving([10, 40, 120], [3e-3, 2e-3, 1e-3]).message == 0
+    assert fit_moving([10, 40, 120], [-1e-4, 1e-3, 4e-3]).layer == 0
+    assert fit_moving([10, 40], [-1e-4, -1e-4]) == MovingCost()

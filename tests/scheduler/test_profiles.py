@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_distca.scheduler import CostModel, Heads
-from deepspeed_distca.scheduler.cost_model import MAX_COST, MAX_TERM, PhaseCost
+from deepspeed_distca.scheduler.cost_model import MAX_COST, MAX_TERM, MovingCost, PhaseCost
 from deepspeed_distca.scheduler.profiles import (
     SHIPPED,
     Profile,
@@ -29,7 +29,8 @@ A100 = Setting("NVIDIA A100-SXM4-80GB", "sm80", "torch_varlen", "bf16")
 
 
 def profile(setting: Setting = A100, heads: Heads = HEADS, pair: int = 12_345) -> Profile:
-    cost = CostModel(heads, PhaseCost(pair, 1, 2, 3), PhaseCost(2 * pair, 4, 5, 6), 7, 89, 10)
+    moving = MovingCost(11, 12), MovingCost(13, 14)
+    cost = CostModel(heads, PhaseCost(pair, 1, 2, 3), PhaseCost(2 * pair, 4, 5, 6), 7, 89, 10, *moving)
     return Profile(setting, cost, {"date": "2026-01-02"})
 
 
@@ -46,6 +47,19 @@ def test_what_is_stored_is_read_back(tmp_path):
         assert Profile.load(path) == given
         assert [p.name for p in path.parent.iterdir()].count(path.name) == len(list(path.parent.glob(".*"))) + 1
         assert CostModel.from_terms(heads, given.cost.terms) == given.cost
+
+
+@pytest.mark.parametrize("missing", [("forward", "backward"), ("backward",)])
+def test_a_profile_from_before_moving_rows_was_measured_gets_the_shipped_price(tmp_path, missing):
+    given = profile()
+    values = given.to_dict()
+    for phase in missing:
+        del values["cost_model"][f"moving_{phase}"]
+    path = tmp_path / file_name(A100, HEADS)
+    path.write_text(json.dumps(values))
+    shipped = {f"moving_{phase}": getattr(CostModel(), f"moving_{phase}") for phase in missing}
+    assert shipped["moving_backward"].layer > 0
+    assert choose(A100, HEADS, folder=tmp_path).cost == replace(given.cost, **shipped)
 
 
 def test_names_tell_settings_apart():
@@ -141,6 +155,15 @@ BROKEN = {
     "digits": (broken({}).replace(b"89", b"8" * 5000), "digits"),
     "twice": (broken({})[:-1] + b', "format": 1}', "'format' is repeated"),
     "half a phase": (broken({"cost_model": {**COST, "backward": {"pair": 1}}}), "backward must have the keys"),
+    "half of moving": (
+        broken({"cost_model": {**COST, "moving_forward": {"layer": 1}}}),
+        "moving_forward must have the",
+    ),
+    "negative moving": (
+        broken({"cost_model": {**COST, "moving_backward": {"layer": 1, "message": -1}}}),
+        "message of moving rows must be",
+    ),
+    "no moving": (broken({"cost_model": {**COST, "moving_backward": None}}), "moving_backward must have the keys"),
     "no cost model": (broken({"cost_model": None}), "expected a mapping"),
     "heads": (broken({"cost_model": {**COST, "heads": {**COST["heads"], "query": 2**40}}}), "query must be"),
     "scaled beyond int64": (

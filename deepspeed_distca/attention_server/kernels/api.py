@@ -19,6 +19,18 @@ class KernelError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What q, k and v of a model's attention are like, whatever their number of rows."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardInputs:
     """What a backward call reads. See :class:`Kernel` for shapes.
 
@@ -82,16 +94,7 @@ class Kernel(Protocol):
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which `backward` writes dk and dv for inputs of `dtype`."""
 
-    def check(
-        self,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        dtype: torch.dtype,
-        spec: AttentionSpec,
-        device: torch.device,
-    ) -> None:
+    def check(self, shape: AttentionShape, spec: AttentionSpec) -> None:
         """Raise KernelError if this kernel cannot compute such attention. Called once, not in every layer."""
 
     def forward(
@@ -131,17 +134,13 @@ def new_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return out, q.new_empty((q.shape[1], len(q)), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def check_heads(name: str, q_heads: int, kv_heads: int) -> None:
-    """Query heads come in equal groups, one per key/value head."""
-    if kv_heads < 1 or q_heads % kv_heads:
+def check_shape(name: str, shape: AttentionShape, spec: AttentionSpec) -> None:
+    """What no kernel can give a meaning to."""
+    if shape.kv_heads < 1 or shape.q_heads % shape.kv_heads:
         raise KernelError(
-            f"{name}: {q_heads} query heads over {kv_heads} key/value heads; the number of query heads must be a "
-            "multiple of the number of key/value heads"
+            f"{name}: {shape.q_heads} query heads over {shape.kv_heads} key/value heads; the number of query heads "
+            "must be a multiple of the number of key/value heads"
         )
-
-
-def check_spec(name: str, spec: AttentionSpec) -> None:
-    """Values that no kernel can give a meaning to."""
     if spec.window is not None and spec.window < 1:
         raise KernelError(
             f"{name}: window {spec.window}; a window counts the query's own key, so it is at least 1 "

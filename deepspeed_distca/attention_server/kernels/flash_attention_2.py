@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from deepspeed_distca.attention_server.kernels.api import BackwardInputs, Gradients
+from deepspeed_distca.attention_server.kernels.api import AttentionShape, BackwardInputs, Gradients
 from deepspeed_distca.attention_server.kernels.libraries import (
     check_flash,
     distribution_version,
@@ -16,8 +16,7 @@ from deepspeed_distca.attention_server.kernels.libraries import (
     missing_distribution,
     window_sizes,
 )
-from deepspeed_distca.attention_server.kernels.packed_kernel import PackedKernel
-from deepspeed_distca.attention_server.kernels.packed_rows import PackedCall
+from deepspeed_distca.attention_server.kernels.packed import PackedCall, PackedKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 
 DISTRIBUTION = "flash-attn"
@@ -42,19 +41,8 @@ class FlashAttention2Kernel(PackedKernel):
     def load(self) -> None:
         _ = self._library
 
-    def check(
-        self,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        dtype: torch.dtype,
-        spec: AttentionSpec,
-        device: torch.device,
-    ) -> None:
-        check_flash(
-            self.name, q_heads, kv_heads, head_dim, v_head_dim, dtype, spec, device, capabilities=(8, 9, 10, 11, 12)
-        )
+    def check(self, shape: AttentionShape, spec: AttentionSpec) -> None:
+        check_flash(self.name, shape, spec, capabilities=(8, 9, 10, 11, 12))
 
     def library_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, spec: AttentionSpec

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.kernels.api import (
+    AttentionShape,
     BackwardInputs,
     Gradients,
     KernelError,
@@ -34,7 +35,7 @@ from deepspeed_distca.attention_server.kernels.libraries import (
     missing_distribution,
     out_from_delta,
 )
-from deepspeed_distca.attention_server.kernels.packed_rows import PackedCall, packed_calls
+from deepspeed_distca.attention_server.kernels.packed import PackedCall, packed_calls
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, DeviceTasks, TaskBatch
 
 DISTRIBUTION = "flash-attn-4"
@@ -57,33 +58,25 @@ class FlashAttention4Kernel:
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def check(
-        self,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        dtype: torch.dtype,
-        spec: AttentionSpec,
-        device: torch.device,
-    ) -> None:
-        check_flash(self.name, q_heads, kv_heads, head_dim, v_head_dim, dtype, spec, device, capabilities=(9, 10, 11))
+    def check(self, shape: AttentionShape, spec: AttentionSpec) -> None:
+        check_flash(self.name, shape, spec, capabilities=(9, 10, 11))
+        head_dim, v_head_dim = shape.head_dim, shape.v_head_dim
         if head_dim % 8 or v_head_dim % 8:
             raise KernelError(
                 f"{self.name}: head dimensions ({head_dim}, {v_head_dim}); both must be multiples of 8. "
                 "Use 'torch_varlen' or 'flash_attn_2', which pad"
             )
-        major = torch.cuda.get_device_capability(device)[0]
+        major = torch.cuda.get_device_capability(shape.device)[0]
         widest = max(head_dim, v_head_dim)
         if major == 9 and widest > 192:
             raise KernelError(
                 f"{self.name}: head dimensions ({head_dim}, {v_head_dim}); on Hopper its backward is trusted up to "
                 "192 only. Use 'flash_attn_3', 'flash_attn_2' or 'torch_varlen'"
             )
-        if major == 9 and head_dim != v_head_dim and q_heads != kv_heads:
+        if major == 9 and head_dim != v_head_dim and shape.q_heads != shape.kv_heads:
             raise KernelError(
-                f"{self.name}: head dimensions ({head_dim}, {v_head_dim}), {q_heads} query and {kv_heads} key/value"
-                " heads; on Hopper its grouped-query backward needs equal head dimensions. Use 'torch_varlen'"
+                f"{self.name}: head dimensions ({head_dim}, {v_head_dim}), {shape.q_heads} query and {shape.kv_heads} "
+                "key/value heads; on Hopper its grouped-query backward needs equal head dimensions. Use 'torch_varlen'"
             )
         if major != 9 and widest > 128 and (head_dim, v_head_dim) not in ((192, 128), (256, 256)):
             raise KernelError(

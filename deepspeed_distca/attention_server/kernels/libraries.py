@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from deepspeed_distca.attention_server.kernels.api import KernelError, check_heads, check_spec
+from deepspeed_distca.attention_server.kernels.api import AttentionShape, KernelError, check_shape
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 
 
@@ -42,13 +42,8 @@ def load_module(kernel: str, module: str) -> ModuleType:
 
 def check_flash(
     name: str,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-    dtype: torch.dtype,
+    shape: AttentionShape,
     spec: AttentionSpec,
-    device: torch.device,
     *,
     capabilities: tuple[int, ...],
     softcap: bool = True,
@@ -60,8 +55,8 @@ def check_flash(
         capabilities: major compute capabilities that the library is built for.
         softcap: whether the library caps scores.
     """
-    check_heads(name, q_heads, kv_heads)
-    check_spec(name, spec)
+    check_shape(name, shape, spec)
+    device, dtype, head_dim, v_head_dim = shape.device, shape.dtype, shape.head_dim, shape.v_head_dim
     if device.type != "cuda":
         raise KernelError(f"{name}: device {device}; it runs on CUDA. Use the kernel 'reference' on this device")
     if dtype not in (torch.float16, torch.bfloat16):

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import logging
 
 import torch
 
-from deepspeed_distca.attention_server.kernels.api import Kernel, KernelError
+from deepspeed_distca.attention_server.kernels.api import AttentionShape, Kernel, KernelError
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 
 logger = logging.getLogger(__name__)
@@ -33,14 +32,9 @@ def make_kernel(name: str) -> Kernel:
     return getattr(importlib.import_module(f"{__package__}.{module}"), cls)()
 
 
-def missing(name: str) -> str | None:
-    """Why the library of a kernel is not there, or None if it is. Looks at distributions and imports no library."""
-    return make_kernel(name).missing()
-
-
 def installed_kernels() -> list[str]:
     """Names of the kernels whose library is installed, fastest first. Whether one fits is `Kernel.check`'s word."""
-    return [name for name in KERNEL_NAMES if missing(name) is None]
+    return [name for name in KERNEL_NAMES if make_kernel(name).missing() is None]
 
 
 def select_kernel(
@@ -69,20 +63,20 @@ def select_kernel(
     device = torch.device(device)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     spec = AttentionSpec(scale=head_dim**-0.5) if spec is None else spec
-    arguments = (q_heads, kv_heads, head_dim, v_head_dim, dtype, spec, device)
+    shape = AttentionShape(q_heads, kv_heads, head_dim, v_head_dim, dtype, device)
     if name is not None:
         kernel = make_kernel(name)
         reason = kernel.missing()
         if reason is not None:
             raise KernelError(f"attention kernel {name!r} was asked for, but {reason}")
-        kernel.check(*arguments)
+        kernel.check(shape, spec)
         kernel.load()
         return kernel
 
     passed_over = []
     for candidate in KERNEL_NAMES:
         kernel = make_kernel(candidate)
-        reason = kernel.missing() or _unfit(kernel, arguments)
+        reason = kernel.missing() or _unfit(kernel, shape, spec)
         if reason is None:
             logger.info("attention kernel: %s (%s)", candidate, "; ".join(passed_over) or "first choice")
             if candidate == "reference" and device.type == "cuda":
@@ -97,9 +91,9 @@ def select_kernel(
     raise KernelError(f"no attention kernel fits: {'; '.join(passed_over)}")
 
 
-def _unfit(kernel: Kernel, arguments: tuple) -> str | None:
+def _unfit(kernel: Kernel, shape: AttentionShape, spec: AttentionSpec) -> str | None:
     try:
-        kernel.check(*arguments)
+        kernel.check(shape, spec)
         kernel.load()
     except KernelError as error:
         return str(error)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_distca.attention_server.kernels.api import BackwardInputs, Gradients
+from deepspeed_distca.attention_server.kernels.api import AttentionShape, BackwardInputs, Gradients
 from deepspeed_distca.attention_server.kernels.libraries import check_flash, window_sizes
-from deepspeed_distca.attention_server.kernels.packed_kernel import PackedKernel
-from deepspeed_distca.attention_server.kernels.packed_rows import PackedCall
+from deepspeed_distca.attention_server.kernels.packed import PackedCall, PackedKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 
 
@@ -32,28 +31,8 @@ class TorchVarlenKernel(PackedKernel):
     def load(self) -> None:
         """Nothing to import: the operators come with torch."""
 
-    def check(
-        self,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        dtype: torch.dtype,
-        spec: AttentionSpec,
-        device: torch.device,
-    ) -> None:
-        check_flash(
-            self.name,
-            q_heads,
-            kv_heads,
-            head_dim,
-            v_head_dim,
-            dtype,
-            spec,
-            device,
-            capabilities=(8, 9, 10, 11, 12),
-            softcap=False,
-        )
+    def check(self, shape: AttentionShape, spec: AttentionSpec) -> None:
+        check_flash(self.name, shape, spec, capabilities=(8, 9, 10, 11, 12), softcap=False)
 
     def library_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, spec: AttentionSpec

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a phase of a layer takes, over the links and on the servers there are, and whether moving rows pays.
+
+Everything follows from layout, cost model, options and the kind of exchange, the same on every rank: predicted times
+are compared in float64, but with sums and maxima of single numbers only, which every CPU rounds alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.balance import balance
+from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel
+from deepspeed_distca.scheduler.plan import FEWEST_MESSAGES, PlanCompiler
+from deepspeed_distca.scheduler.shares import MAX_WEIGHT
+from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks
+
+#: A layer's linear work in a phase, in forwards of it: backward has gradients of inputs and of weights.
+LINEAR_WORK = {"forward": 1, "backward": 2}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What planning depends on beside the layout; the same on every rank. See ``DistCAConfig`` for the meanings."""
+
+    tolerance: float
+    granularity: int
+    min_shard_tokens: int | None
+    max_received_rows: int | None
+    server_weights: tuple[int, ...] | None = None  # speeds of this rank's servers
+    min_gain: float = 0.0  # 0: rows move whatever it costs
+    linear_flops: int = 0  # of a layer's forward, for a token
+
+    def speeds(self, servers: int) -> np.ndarray:
+        """Relative speeds of the servers, 1 on average, and 1 where nothing is known: no weights, or a weight of 0."""
+        if self.server_weights is None:
+            return np.ones(servers)
+        weights = np.array(self.server_weights, dtype=np.float64)
+        known = weights > 0
+        return np.where(known, weights / weights[known].mean(), 1.0)
+
+
+class Worth:
+    """One phase of the layers of one kind, with everything at home and as it may be spread.
+
+    Args:
+        layout: where the tokens live.
+        window: of the layers.
+        phase: "forward" or "backward".
+        cost: predicts the seconds of tasks and transfers, and of moving rows at all.
+        options: how to plan.
+        early: whether results leave as soon as they are there; otherwise once either end has done all its tasks.
+
+    Attributes:
+        home: the tasks at home.
+        weights: by which attention is to be spread over the servers; None is equal parts.
+        before: seconds of :meth:`seconds` with everything at home.
+        whole: the same with the layer's linear work.
+    """
+
+    def __init__(
+        self, layout: Layout, window: int | None, phase: str, cost: CostModel, options: PlanOptions, *, early: bool
+    ) -> None:
+        self._layout, self._window, self._phase = layout, window, phase
+        self._cost, self._options, self._early = cost, options, early
+        rows, loads = home_tasks(layout, window), np.zeros(layout.num_ranks, dtype=np.int64)
+        np.add.at(loads, rows[:, SERVER], self._task_cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START]))
+        self.home = Tasks(rows, loads, loads)
+        speeds, flops = options.server_weights, layout.tokens * LINEAR_WORK[phase]
+        flops = [options.linear_flops * tokens for tokens in flops.tolist()]
+        # With speeds linear work of known size and attention are to end together, and the phase begins with the
+        # former. Without, servers are taken to begin attention together.
+        self.weights = speeds
+        if speeds is not None and options.linear_flops:
+            self.weights = finishing_weights(speeds, [cost.linear_cost(x) for x in flops], loads.tolist())
+        self._speeds = options.speeds(layout.num_ranks)
+        self._linear = np.array([cost.linear_seconds(x) for x in flops])  # at speed 1
+        self._start = None if speeds is None else self._linear / self._speeds
+        attention = loads / UNITS_PER_SECOND / self._speeds
+        if self._start is None:
+            self.before = float(attention.max())
+            self.whole = float(self._linear.max()) + self.before
+        else:
+            self.before = self.whole = float((self._start + attention).max())
+
+    def spread(self, at_home: PlanCompiler) -> tuple[Tasks, PlanCompiler]:
+        """The tasks as they are to be computed, compiled: :attr:`home` itself where moving rows does not pay.
+
+        Args:
+            at_home: compiled from the tasks at home.
+        """
+        # Where documents continue on other ranks rows are exchanged anyway; a server of weight 0 computes nothing,
+        # whatever that costs.
+        frugal = self._options.min_gain > 0 and 0 not in (self._options.server_weights or ())
+        frugal = frugal and not at_home.moves_rows
+        if frugal and self.before - self.least() < self.price(FEWEST_MESSAGES[self._phase]):
+            return self.home, at_home  # without a search
+        tasks = balance(
+            self._layout,
+            self._cost,
+            phase=self._phase,
+            window=self._window,
+            tolerance=self._options.tolerance,
+            granularity=self._options.granularity,
+            min_shard_tokens=self._options.min_shard_tokens,
+            max_received_rows=self._options.max_received_rows,
+            server_weights=self.weights,
+        )
+        compiler = PlanCompiler(self._layout, tasks.rows)
+        if not frugal or not compiler.moves_rows:
+            return tasks, compiler
+        saved = self.before - self.seconds(compiler)
+        pays = saved >= self.price(int(compiler.messages(self._phase).max()))
+        return (tasks, compiler) if pays else (self.home, at_home)
+
+    def seconds(self, compiler: PlanCompiler) -> float:
+        """Predicted seconds of one layer's phase with its transfers, without their :meth:`price`. With speeds it
+        begins with the linear work."""
+        at_home, away = (load / UNITS_PER_SECOND / self._speeds for load in compiler.loads(self._task_cost))
+        sizes = compiler.bytes_between(self._cost.heads, self._phase)
+        return phase_seconds(self._cost, at_home, away, *sizes, early=self._early, start=self._start)
+
+    def least(self) -> float:
+        """Seconds that :meth:`seconds` of no plan can be below."""
+        linear = [0.0] if self._start is None else self._linear.tolist()
+        work = int(self.home.loads.sum()) / UNITS_PER_SECOND + math.fsum(linear)
+        return work / math.fsum(self._speeds.tolist())
+
+    def price(self, messages: int) -> float:
+        """Seconds that moving rows costs beside the transfers. It is the larger of two things, which a layer does not
+        pay one after the other: the device's, the share ``min_gain`` of all that it does, and the host's, for which a
+        device with that much to do need not wait (docs/design.md, "When rows move").
+
+        Args:
+            messages: of the rank with the most of them.
+        """
+        return max(self._options.min_gain * self.whole, self._cost.moving_seconds(self._phase, messages))
+
+    def _task_cost(self, q_start: np.ndarray, q_end: np.ndarray, k_start: np.ndarray) -> np.ndarray:
+        return self._cost.cost(q_start, q_end, k_start, self._window, self._phase)
+
+
+def phase_seconds(
+    cost: CostModel,
+    at_home: np.ndarray,
+    away: np.ndarray,
+    out: np.ndarray,
+    back: np.ndarray,
+    *,
+    early: bool,
+    start: np.ndarray | None = None,
+) -> float:
+    """Predicted seconds from the start of one layer's dispatch until the last rank has its results.
+
+    Servers have something to do as long as they have tasks: those at home until rows are there, then those in the
+    workspace first. What a transfer takes is what its busiest end takes for all it sends or receives.
+
+    Args:
+        cost: rate and latency of transfers.
+        at_home, away: seconds of each server's tasks in place and in its workspace, float64 [num_ranks].
+        out, back: bytes [sender, receiver] of the dispatch and of the return.
+        early: results leave as soon as they are there; otherwise once either end has done all its tasks.
+        start: seconds after which each server has done the linear work in front of its dispatch, float64
+            [num_ranks]: its tasks begin then, and its rows leave then. The phase begins with that work. None: all
+            servers begin at once.
+    """
+    begin = np.zeros(len(at_home)) if start is None else start
+    sending, returning = (_pairwise(_ends(cost, size), size) for size in (out, back))
+    arrivals = np.where(out > 0, begin[:, None] + sending, 0.0)
+    there = np.maximum(arrivals.max(axis=0, initial=0.0), begin)  # when a server can begin with its workspace
+    ready = there + away
+    done = np.maximum(begin + at_home + away, np.where(away > 0, ready, 0.0))
+    leave = ready[:, None] if early else np.maximum(done[:, None], done[None, :])
+    arrive = np.where(back > 0, leave + returning, 0.0)
+    return float(max(done.max(initial=0.0), arrive.max(initial=0.0)))
+
+
+def _ends(cost: CostModel, size: np.ndarray) -> np.ndarray:
+    return cost.transfer_seconds(size.sum(axis=1), size.sum(axis=0))
+
+
+def _pairwise(seconds: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Seconds of the busier end, where bytes travel."""
+    return np.where(size > 0, np.maximum(seconds[:, None], seconds[None, :]), 0.0)
+
+
+def finishing_weights(speeds: Sequence[int], linear: Sequence[int], home: Sequence[int]) -> tuple[int, ...]:
+    """The weights by which attention is to be balanced (``balance``'s ``server_weights``).
+
+    A server of speed s is through with its linear work L at L / s, and can then compute attention of its own rows.
+    Other ranks' rows are there when those have done their linear work: all of them once the last rank has. So until
+    then a server has its own attention to do, as far as there is so much; the rest is spread from then on in
+    proportion to speed. Where all servers have enough of their own, (L + A) / s is the same on all of them, A being
+    a server's attention. A server without tokens begins with the rows of the others.
+
+    Args:
+        speeds: of the servers, whole numbers >= 0. A server of speed 0 gets no attention; its linear work is taken
+            to be done at the others' average speed.
+        linear: linear work of each server, >= 0.
+        home: attention of each server's own rows, >= 0, in the same unit.
+
+    Returns:
+        one weight in 0..1000000 for each server, the largest 1000000; the speeds where there is no attention.
+    """
+    attention, speed = sum(home), sum(speeds)
+    if attention <= 0 or speed <= 0:
+        return tuple(speeds)
+    takers = sum(s > 0 for s in speeds)
+    # The last rank is through with its linear work at work / rate; fractions are compared by their products.
+    work, rate = 0, 1
+    for s, load in zip(speeds, linear, strict=True):
+        mine = (load, s) if s else (load * takers, speed)
+        if mine[0] * rate > work * mine[1]:
+            work, rate = mine
+    # All that follows is multiplied by the rate, and then by the sum of speeds, so that nothing is rounded.
+    own = [
+        min(rate * mine, work * s - rate * load) if s else 0
+        for s, load, mine in zip(speeds, linear, home, strict=True)
+    ]
+    rest = rate * attention - sum(own)
+    parts = [mine * speed + s * rest for mine, s in zip(own, speeds, strict=True)]
+    most = max(parts)
+    return tuple((2 * part * MAX_WEIGHT + most) // (2 * most) for part in parts)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a phase takes with its transfers, by hand and within what must hold for any loads and bytes; weights of servers
+whose linear work and attention are to end together, by hand and against a search in floats; and whether moving pays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, MovingCost
+from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.plan import FEWEST_MESSAGES, PlanCompiler
+from deepspeed_distca.scheduler.profiles import Setting, choose
+from deepspeed_distca.scheduler.shares import MAX_WEIGHT, Shares
+from deepspeed_distca.scheduler.worth import PlanOptions, Worth, finishing_weights, phase_seconds
+
+COST = replace(CostModel(), bytes_per_second=10**6, latency=0)
+MB = 10**6
+
+
+def two(out: float, back: float) -> tuple[np.ndarray, np.ndarray]:
+    """Rank 0 sends to rank 1 and gets results back, in MB."""
+    there, again = np.zeros((2, 2), dtype=np.int64), np.zeros((2, 2), dtype=np.int64)
+    there[0, 1], again[1, 0] = out * MB, back * MB
+    return there, again
+
+
+@pytest.mark.parametrize(
+    ("at_home", "away", "sizes", "early", "late"),
+    [
+        ([5, 1], [0, 3], (0, 0), 5, 5),
+        ([5, 1], [0, 3], (2, 1), 6, 6),  # rows at 2, results at 5, back at 6
+        ([5, 1], [0, 1], (2, 1), 5, 6),  # results at 3: on their way while rank 0 is busy, or after it
+        ([5, 9], [0, 1], (2, 1), 10, 11),
+        ([5, 4], [0, 1], (2, 3), 6, 8),
+        ([0, 0], [0, 0], (0, 0), 0, 0),
+    ],
+)
+def test_by_hand(at_home, away, sizes, early, late) -> None:
+    loads = np.array(at_home, dtype=float), np.array(away, dtype=float)
+    assert phase_seconds(COST, *loads, *two(*sizes), early=True) == pytest.approx(early)
+    assert phase_seconds(COST, *loads, *two(*sizes), early=False) == pytest.approx(late)
+
+
+@pytest.mark.parametrize(
+    ("start", "at_home", "away", "sizes", "early", "late"),
+    [
+        ([4, 0], [5, 1], [0, 3], (0, 0), 9, 9),
+        ([0, 4], [5, 1], [0, 3], (2, 1), 8, 9),  # rows are there at 2, but their server only begins at 4
+        ([0, 4], [5, 0], [0, 3], (2, 1), 8, 8),  # results at 7
+        ([0, 4], [5, 1], [0, 3], (6, 1), 10, 10),  # rows at 6
+        ([4, 0], [0, 1], [0, 3], (2, 1), 10, 10),  # rows leave at 4 and are there at 6
+        ([4, 0], [5, 1], [0, 3], (2, 1), 10, 10),
+        ([4, 9], [0, 1], [0, 0], (0, 0), 10, 10),
+        ([7, 2], [0, 0], [0, 0], (0, 0), 7, 7),  # linear work alone
+    ],
+)
+def test_servers_that_begin_later_by_hand(start, at_home, away, sizes, early, late) -> None:
+    start, *loads = (np.array(x, dtype=float) for x in (start, at_home, away))
+    phase = phase_seconds(COST, *loads, *two(*sizes), early=True, start=start)
+    assert phase == pytest.approx(early)
+    assert phase_seconds(COST, *loads, *two(*sizes), early=False, start=start) == pytest.approx(late)
+
+
+def test_a_busy_end_holds_up_all_that_it_sends() -> None:
+    out, back = np.zeros((3, 3), dtype=np.int64), np.zeros((3, 3), dtype=np.int64)
+    out[0, 1], out[0, 2] = 3 * MB, MB
+    loads = np.zeros(3), np.array([0.0, 1.0, 2.0])
+    assert phase_seconds(COST, *loads, out, back, early=True) == pytest.approx(4 + 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5))
+def test_between_the_busiest_server_and_everything_in_turn(seed: int, ranks: int) -> None:
+    rng = np.random.default_rng(seed)
+    at_home, away = rng.uniform(0, 5, ranks), rng.uniform(0, 5, ranks) * rng.integers(0, 2, ranks)
+    out = rng.integers(0, 3 * MB, (ranks, ranks)) * (away > 0)[None, :]
+    np.fill_diagonal(out, 0)
+    back = (out * rng.uniform(0, 2)).astype(np.int64).T
+    early, late = (phase_seconds(COST, at_home, away, out, back, early=e) for e in (True, False))
+    busiest = (at_home + away).max()
+    slowest = [np.maximum(size.sum(0), size.sum(1)).max() / MB for size in (out, back)]
+    assert busiest <= early <= late <= busiest + sum(slowest) + 1e-9
+    fast = replace(COST, bytes_per_second=10**12)
+    for e, seconds in ((True, early), (False, late)):
+        faster = phase_seconds(fast, at_home, away, out, back, early=e)
+        assert busiest <= faster <= seconds
+    # Who begins at once is as before to the bit; whoever begins later, no more than that is added.
+    start = rng.uniform(0, 3, ranks)
+    for e, seconds in ((True, early), (False, late)):
+        at_once = phase_seconds(COST, at_home, away, out, back, early=e, start=np.zeros(ranks))
+        assert at_once == seconds
+        later = phase_seconds(COST, at_home, away, out, back, early=e, start=start)
+        own = (start + at_home + away).max()
+        assert max(seconds, own) <= later <= seconds + start.max() + 1e-9
+        together = phase_seconds(COST, at_home, away, out, back, early=e, start=np.full(ranks, 2.0))
+        assert together == pytest.approx(seconds + 2)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "linear", "home", "parts"),
+    [
+        ([1, 1], [100, 100], [60, 0], [1, 1]),
+        ([1, 1], [100, 80], [30, 30], [20, 40]),  # both end at 120
+        ([1, 1], [100, 80], [60, 0], [30, 30]),  # the second has nothing to do from 80 to 100
+        ([1, 1], [100, 80], [50, 10], [25, 35]),  # something: until 90
+        ([3, 2], [30, 30], [20, 20], [30, 10]),  # 60 / 3 = 40 / 2
+        ([3, 2], [30, 30], [37, 3], [30, 10]),
+        ([3, 2], [30, 30], [3, 37], [25.2, 14.8]),  # 3 before 15, and 37 from then on, 3 to 2
+        ([1, 1, 1], [100, 100, 0], [60, 30, 0], [1, 1, 1]),  # a pool begins when rows are there
+        ([1, 1, 3], [100, 100, 0], [60, 30, 0], [1, 1, 3]),
+        ([1, 1], [100, 10], [2, 50], [0, 1]),  # the second is through with its own at 60, before any row comes
+        ([0, 1, 1], [500, 10, 10], [20, 20, 20], [0, 1, 1]),
+        ([0, 1, 3], [20, 10, 30], [40, 0, 0], [0, 1, 3]),  # rows are there at 10: the others' average speed is 2
+        ([0, 1, 3], [40, 10, 30], [40, 40, 0], [0, 10 + 70 / 4, 210 / 4]),
+        ([2, 0, 1], [0, 0, 0], [60, 1, 2], [2, 0, 1]),  # attention alone: in proportion
+        ([5, 7, 0], [1, 2, 3], [0, 0, 0], None),
+        ([0, 0], [1, 2], [2, 3], None),
+    ],
+)
+def test_weights_by_hand(speeds, linear, home, parts) -> None:
+    weights = finishing_weights(speeds, linear, home)
+    assert all(type(weight) is int for weight in weights)
+    if parts is None:
+        assert list(weights) == speeds
+    elif parts == [0, 1]:
+        # What is left for later is spread by speed: 2 of the first.
+        assert weights == (round(MAX_WEIGHT * 1 / 51), MAX_WEIGHT)
+    else:
+        assert max(weights) == MAX_WEIGHT
+        assert weights == pytest.approx([MAX_WEIGHT * part / max(parts) for part in parts], abs=0.51)
+
+
+SERVERS = st.integers(1, 8)
+WORK = st.sampled_from([0, 0, 10**15]) | st.integers(0, 2**60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), SERVERS)
+def test_ends_together_as_a_search_in_floats_does(data, servers: int) -> None:
+    several = dict(min_size=servers, max_size=servers)
+    speeds = data.draw(st.lists(st.integers(0, 10**6), **several))
+    linear, home = (data.draw(st.lists(WORK, **several)) for _ in range(2))
+    assume(any(speeds) and any(home))
+    weights = finishing_weights(speeds, linear, home)
+    Shares(weights, servers, 0.0)  # in the range that balance takes
+
+    s, done, own = (np.array(x, dtype=float) for x in (speeds, linear, home))
+    there = (done / np.where(s > 0, s, s[s > 0].mean())).max()  # all rows
+    assume(own.sum() > 1e-6 * there * s.sum())  # else the search has too few digits
+    # Busy with linear work, or without anything to do, until its own attention fills the time until then.
+    free = np.where(s > 0, np.maximum(done / np.maximum(s, 1), there - own / np.maximum(s, 1)), 0.0)
+    low, high = there, there + own.sum() / s[s > 0].min()
+    for _ in range(200):
+        end = (low + high) / 2
+        low, high = (end, high) if (s * (end - free)).sum() < own.sum() else (low, end)
+    parts = s * (high - free)
+    # Weights are rounded, and the search ends with the floats of the larger work.
+    exact = 1e-6 + 1e-12 * s.sum() * high / parts.max()
+    assert np.abs(np.array(weights) / MAX_WEIGHT - parts / parts.max()).max() < exact
+    assert all(weight == 0 for weight, speed in zip(weights, speeds, strict=True) if speed == 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), SERVERS)
+def test_linear_work_and_attention_by_speed_are_the_same_where_nobody_waits(data, servers: int) -> None:
+    several = dict(min_size=servers, max_size=servers)
+    speeds = np.array(data.draw(st.lists(st.integers(900, 1000), **several)))
+    linear = np.array(data.draw(st.lists(st.integers(10**12, 12 * 10**11), **several)))
+    home = np.array(data.draw(st.lists(st.integers(10**12, 10**13), **several)))  # more than linear work differs
+    weights = np.array(finishing_weights(speeds.tolist(), linear.tolist(), home.tolist()))
+    ends = (linear + home.sum() * (weights / weights.sum())) / speeds
+    assert ends == pytest.approx((linear.sum() + home.sum()) / speeds.sum(), rel=1e-4)
+
+
+H200 = Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16")
+#: Heads and a layer's linear work in forward for a token, of models 2048 (1B) and 4096 wide (8B).
+SIZES = {2048: (Heads(32, 8, 64), 121_634_816), 4096: (Heads(32, 8, 128), 436_207_616)}
+
+
+def moves(width: int, lengths: list[list[int]], phase: str, *, free: bool = False, min_gain: float = 0.04) -> bool:
+    """Whether rows move on H200s, as shipped or at no price."""
+    heads, flops = SIZES[width]
+    cost = choose(H200, heads, folder=None).cost
+    if free:
+        cost = replace(cost, moving_forward=MovingCost(), moving_backward=MovingCost())
+    layout = Layout.from_lengths(lengths)
+    options = PlanOptions(0.005, 128, None, None, None, min_gain, flops)
+    worth = Worth(layout, None, phase, cost, options, early=True)
+    _, compiler = worth.spread(PlanCompiler(layout, worth.home.rows))
+    return compiler.moves_rows
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "forward", "backward"),
+    [(2048, 4096, False, False), (2048, 8192, False, False), (2048, 32768, True, True), (4096, 65536, True, True)],
+)
+def test_small_steps_stay_at_home_and_long_ones_do_not(width, tokens, forward, backward) -> None:
+    lengths = [[tokens], [tokens // 16] * 16]
+    assert [moves(width, lengths, phase) for phase in PHASES] == [forward, backward]
+
+
+def test_the_price_decides_where_the_share_does_not() -> None:
+    lengths = [[8192], [512] * 16]  # measured: 210 ms with the backward's rows moved, 179 without
+    assert moves(2048, lengths, "backward", free=True) and not moves(2048, lengths, "backward")
+    assert moves(2048, lengths, "backward", min_gain=0.0)  # whatever it costs
+    even = [[8192], [8192]]
+    assert not any(moves(2048, even, phase, free=True) for phase in PHASES)
+
+
+@pytest.mark.parametrize("short", [[4096] * 16, [32768] + [4096] * 8, [65536]])
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_price_changes_nothing_of_long_layers(short, phase) -> None:
+    lengths = [[65536], short]
+    assert moves(4096, lengths, phase) == moves(4096, lengths, phase, free=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 20000), max_size=5), min_size=2, max_size=6), st.sampled_from(PHASES))
+def test_rows_that_move_take_that_many_messages(lengths, phase) -> None:
+    layout = Layout.from_lengths(lengths)
+    worth = Worth(layout, None, phase, CostModel(), PlanOptions(0.0, 1, None, None), early=True)
+    _, compiler = worth.spread(PlanCompiler(layout, worth.home.rows))
+    assert compiler.moves_rows == (compiler.messages(phase).max() >= FEWEST_MESSAGES[phase])
+    assert compiler.moves_rows or not compiler.messages(phase).any()

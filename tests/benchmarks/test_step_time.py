@@ -182,10 +182,7 @@ def test_variants_of_several_blocks(monkeypatch) -> None:
     assert [(v.name, v.block) for v in variants] == [
         ("plain", None),
         ("distca none", {"enabled": True, "overlap": "none"}),
-        (
-            "distca none server_weights=[1, 1]",
-            {"enabled": True, "advanced": {"server_weights": [1, 1]}, "overlap": "none"},
-        ),
+        ("distca none server_weights=[1, 1]", {"enabled": True, "advanced": {"server_weights": [1, 1]}, "overlap": "none"}),
         ("distca whole none", {"enabled": True, "overlap": "none"}),
         ("plain again", None),
     ]

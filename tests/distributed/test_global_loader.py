@@ -98,9 +98,7 @@ def test_trainer_takes_the_loader_and_resumes_with_it() -> None:
 
 def test_server_weights_of_groups() -> None:
     def weights(given: list[int], servers: int, rank: int) -> tuple[int, ...] | None:
-        return weights_of_servers(
-            parse_config({"advanced": {"server_weights": given}}).advanced.server_weights, 4, servers, rank
-        )
+        return weights_of_servers(parse_config({"advanced": {"server_weights": given}}).advanced.server_weights, 4, servers, rank)
 
     assert weights_of_servers(None, 4, 2, 0) is None
     assert [weights([1, 2, 0, 3], 2, rank) for rank in range(4)] == [(1, 2), (1, 2), (0, 3), (0, 3)]

@@ -48,7 +48,7 @@ def row(model: SimpleNamespace, tokens: int, given: CostModel | None) -> tuple[s
     query, key_value = model.num_attention_heads, model.num_key_value_heads
     heads = Heads(query, key_value, model.hidden_size // query)
     cost = given.for_heads(heads) if given else choose(H200, heads, folder=None).cost
-    options = PlanOptions(TOLERANCE, GRANULARITY, None, None, min_gain=MIN_GAIN, linear_flops=linear_flops(model))
+    options = PlanOptions(TOLERANCE, GRANULARITY, min_gain=MIN_GAIN, linear_flops=linear_flops(model))
     layout = Layout.from_lengths([[tokens], [tokens // 16] * 16])
     cells, left, whole = [], 0.0, 0.0
     for phase in PHASES:

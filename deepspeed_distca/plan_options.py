@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from deepspeed_distca.attention_server.server import PlanOptions
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT
+from deepspeed_distca.scheduler.worth import PlanOptions
 
 
 def plan_options(
@@ -30,7 +30,6 @@ def plan_options(
     return PlanOptions(
         advanced.tolerance,
         advanced.granularity,
-        None,
         advanced.max_received_rows,
         weights,
         min_gain,

@@ -114,7 +114,7 @@ def test_a_plan_that_saves_too_little_keeps_every_row_at_home(lengths, weights, 
     # With speeds, linear work is in both already.
     whole = before + (cost.linear_seconds(flops * int(layout.tokens.max())) if weights is None else 0.0)
     min_gain = share * (before - after) / whole
-    options = PlanOptions(0.0, 128, None, None, weights, min_gain, linear_flops=flops)
+    options = PlanOptions(0.0, 128, None, weights, min_gain, linear_flops=flops)
     server = lone_server(cost, options, NoExchange(early=True))
     server.plan_tick("forward", [(layout, None, 1)], note=True)
     expected = free.loads_before if share > 1 else free.loads

@@ -30,8 +30,7 @@ class PlanOptions:
 
     tolerance: float
     granularity: int
-    min_shard_tokens: int | None
-    max_received_rows: int | None
+    max_received_rows: int | None = None
     server_weights: tuple[int, ...] | None = None  # speeds of this rank's servers
     min_gain: float = 0.0  # 0: rows move whatever it costs
     linear_flops: int = 0  # of a layer's forward, for a token
@@ -107,7 +106,6 @@ class Worth:
             window=self._window,
             tolerance=self._options.tolerance,
             granularity=self._options.granularity,
-            min_shard_tokens=self._options.min_shard_tokens,
             max_received_rows=self._options.max_received_rows,
             server_weights=self.weights,
         )

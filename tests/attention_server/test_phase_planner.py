@@ -52,7 +52,7 @@ def planned(
     window: int | None = None,
     **options,
 ) -> PlannedPhase:
-    given = PlanOptions(0.005, 128, None, None, weights, linear_flops=FLOPS)
+    given = PlanOptions(0.005, 128, None, weights, linear_flops=FLOPS)
     return PhasePlanner(0, cost, replace(given, **options), early=True).plan(layout, window, phase, 1)
 
 
@@ -213,7 +213,7 @@ def test_a_server_of_weight_0_computes_nothing_whatever_that_costs() -> None:
 @pytest.mark.parametrize("weights", [None, (1, 1), (1000, 970), (1, 3)])
 def test_a_plan_that_is_followed_shows_a_balance_of_1(weights) -> None:
     layout = Layout.from_lengths([[65536], [4096] * 16])
-    options = PlanOptions(0.0, 128, None, None, weights, linear_flops=FLOPS)
+    options = PlanOptions(0.0, 128, None, weights, linear_flops=FLOPS)
     server = lone_server(NVLINK, options)
     server.plan_tick("forward", [(layout, None, 1)], note=True)
     stats = server.planned
@@ -223,7 +223,7 @@ def test_a_plan_that_is_followed_shows_a_balance_of_1(weights) -> None:
 
 def test_a_batch_that_stays_at_home_shows_how_late_the_last_is() -> None:
     layout, weights = Layout.from_lengths([[65536], [65536]]), (1000, 900)
-    options = PlanOptions(0.005, 128, None, None, weights, min_gain=1.0, linear_flops=FLOPS)
+    options = PlanOptions(0.005, 128, None, weights, min_gain=1.0, linear_flops=FLOPS)
     server = lone_server(NVLINK, options)
     server.plan_tick("forward", [(layout, None, 1)], note=True)
     stats = server.planned
@@ -236,7 +236,7 @@ def test_a_batch_that_stays_at_home_shows_how_late_the_last_is() -> None:
 def test_the_exchange_is_told_what_either_phase_moves() -> None:
     layout = Layout.from_lengths([[65536], [4096] * 16, [2048] * 32])
     exchange = NoExchange()
-    server = lone_server(NVLINK, PlanOptions(0.005, 128, None, None), exchange)
+    server = lone_server(NVLINK, PlanOptions(0.005, 128), exchange)
     plan, _ = server.plan(GlobalMicroBatch(layout, 1, None))
     (sizes,) = exchange.sizes
     expected = np.zeros((3, 3), dtype=np.int64)
@@ -250,7 +250,7 @@ def test_the_exchange_is_told_what_either_phase_moves() -> None:
 
 def test_what_is_kept_of_a_layout_serves_no_other() -> None:
     """One planner for layouts and windows in turn, against a new one for each."""
-    options = PlanOptions(0.005, 128, None, None, None, 0.04, FLOPS)
+    options = PlanOptions(0.005, 128, min_gain=0.04, linear_flops=FLOPS)
     one = PhasePlanner(1, NVLINK, options, early=True)
     layouts = [[[65536], [4096] * 16], [[4096] * 16, [4096] * 16], [[65536], [4096] * 16]]
     for lengths, window in itertools.product(layouts, [None, 4096]):

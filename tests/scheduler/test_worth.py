@@ -191,7 +191,7 @@ def moves(width: int, lengths: list[list[int]], phase: str, *, free: bool = Fals
     if free:
         cost = replace(cost, moving_forward=MovingCost(), moving_backward=MovingCost())
     layout = Layout.from_lengths(lengths)
-    options = PlanOptions(0.005, 128, None, None, None, min_gain, flops)
+    options = PlanOptions(0.005, 128, min_gain=min_gain, linear_flops=flops)
     worth = Worth(layout, None, phase, cost, options, early=True)
     _, compiler = worth.spread(PlanCompiler(layout, worth.home.rows))
     return compiler.moves_rows
@@ -225,7 +225,7 @@ def test_the_price_changes_nothing_of_long_layers(short, phase) -> None:
 @given(st.lists(st.lists(st.integers(1, 20000), max_size=5), min_size=2, max_size=6), st.sampled_from(PHASES))
 def test_rows_that_move_take_that_many_messages(lengths, phase) -> None:
     layout = Layout.from_lengths(lengths)
-    worth = Worth(layout, None, phase, CostModel(), PlanOptions(0.0, 1, None, None), early=True)
+    worth = Worth(layout, None, phase, CostModel(), PlanOptions(0.0, 1), early=True)
     _, compiler = worth.spread(PlanCompiler(layout, worth.home.rows))
     assert compiler.moves_rows == (compiler.messages(phase).max() >= FEWEST_MESSAGES[phase])
     assert compiler.moves_rows or not compiler.messages(phase).any()

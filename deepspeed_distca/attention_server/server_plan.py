@@ -55,6 +55,7 @@ class ServerPlan:
         self.kv_in_direct = _incoming(plan.kv_in[plan.kv_in_direct], plan.rank)[0]
         self.kv_out_direct = _runs(plan.kv_out[plan.kv_out_direct])
         self.relay_in, self.relay_out = _runs(plan.relay_in), _runs(plan.relay_out)
+        self._returned_rows: dict[torch.device, torch.Tensor] = {}
         runs = (self.q_in, self.q_keep, self.q_out, self.kv_in, self.kv_keep, self.kv_out)
         #: nothing to send, receive or copy: the kernel runs on q, k and v as they are
         self.is_local = not len(self.remote) and not any(runs)
@@ -72,14 +73,13 @@ class ServerPlan:
 
     def returned_rows(self, device: torch.device) -> torch.Tensor:
         """Home rows of ``returned`` in order, int64 [rows]; made once per device."""
-        cache = self.__dict__.setdefault("_returned_rows", {})
-        if device not in cache:
+        if device not in self._returned_rows:
             parts = [np.arange(run.home, run.home + run.rows) for run in self.returned]
             index = torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64))
             if device.type == "cuda":
                 index = index.pin_memory()
-            cache[device] = index.to(device, non_blocking=True)
-        return cache[device]
+            self._returned_rows[device] = index.to(device, non_blocking=True)
+        return self._returned_rows[device]
 
     @cached_property
     def touched(self) -> list[tuple[slice, list[tuple[int, int, Run]]]]:

@@ -6,7 +6,7 @@
 The documents of each batch are the same: those of arXiv 2510.18121's length distributions, packed in order into
 contexts (and cut at their borders), consecutive contexts making up a batch of 65,536 tokens a rank. "In order" lays
 them over the ranks one after another, "head-tail" too, with half a rank's part of a spanning document from its head
-and half from its tail; "free" is `deepspeed_distca.data.placement.place`. Each is then balanced by the scheduler to
+and half from its tail; "whole" and "free" are the loader's placements. Each is then balanced by the scheduler to
 the same tolerance, 0.02, cost in query-key pairs; 4 query heads, 1 key/value head of 128, bf16; up to 10 batches, as
 many as the documents last for, and their means. Bytes are by rank and layer. "Forward" is the dispatch of q, k and v:
 the mean over ranks, and the worst rank, the larger of what it sends and receives. "Step" is the mean of all that
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from workloads.sampling import layouts
 
-from deepspeed_distca.data.placement import place
+from deepspeed_distca.data.global_loader.placement import place
 from deepspeed_distca.layout import DOCUMENT, LENGTH, Layout
 from deepspeed_distca.scheduler import CostModel, Heads, balance
 from deepspeed_distca.scheduler.traffic import traffic
@@ -116,11 +116,13 @@ def document_lengths(layout: Layout) -> list[int]:
 
 def compare(case: Case) -> list[list[str]]:
     """The lines of one kind of batches, and a check that free placement never moves more where it cuts documents."""
-    results: dict[str, list[Result]] = {"in order": [], "head-tail": [], "free": []}
+    results: dict[str, list[Result]] = {"in order": [], "head-tail": [], "whole": [], "free": []}
     options = dict(context=case.context, servers=case.servers, tokens=TOKENS, batches=BATCHES, shuffle=case.shuffle)
     for layout in layouts(case.name, **options):
         lengths, budgets = document_lengths(layout), layout.tokens.tolist()
-        for (name, found), placement in zip(results.items(), ("contiguous", "head_tail", "free"), strict=True):
+        for (name, found), placement in zip(
+            results.items(), ("contiguous", "head_tail", "whole", "free"), strict=True
+        ):
             start = time.perf_counter()
             placed = place(lengths, budgets, placement=placement, cost=COST, tolerance=TOLERANCE)
             found.append(measure(placed, (time.perf_counter() - start) * 1e3))

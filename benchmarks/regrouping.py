@@ -27,8 +27,8 @@ import numpy as np
 from steps.batches import workload
 
 from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlanOptions
+from deepspeed_distca.data.global_loader.batches import StepBatches
 from deepspeed_distca.data.packing import Piece
-from deepspeed_distca.data.step_batches import StepBatches
 from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.layout import LENGTH, Layout
 from deepspeed_distca.plan_options import linear_flops
@@ -59,7 +59,7 @@ def line(name: str, ranks: int, accumulation: int, placement: str, packs: list[l
     cost = CostModel.fitted(HEADS)
     options = PlanOptions(0.02, 128, None, None, min_gain=MIN_GAIN, linear_flops=linear_flops(LAYER))
     planner = PhasePlanner(0, cost, options, early=True)
-    where = {"placement": placement, "cost": cost, "window": None}
+    where = {"placement": placement, "cost": cost, "window": None, "tolerance": 0.02}
     batches = StepBatches(rank=0, group=0, budgets=[TOKENS] * ranks, placement=where, regroup=True)
     rows, seconds = [], 0.0
     for first in range(0, len(packs) - accumulation + 1, accumulation):

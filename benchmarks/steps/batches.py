@@ -16,8 +16,8 @@ import torch
 from workloads.sampling import NAMES, layouts
 
 from deepspeed_distca.data.from_layout import batch_from_layout
-from deepspeed_distca.data.placement import Placement, place, work_of
-from deepspeed_distca.data.regrouping import regroup
+from deepspeed_distca.data.global_loader.placement import Placement, place, work_of
+from deepspeed_distca.data.global_loader.regrouping import regroup
 from deepspeed_distca.layout import DOCUMENT, LENGTH, Layout, Segment
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 

@@ -4,9 +4,8 @@ global loader, whose documents may continue on other ranks."""
 
 from deepspeed_distca.data.accumulation import AccumulationLoader
 from deepspeed_distca.data.collator import PackedSequenceCollator
-from deepspeed_distca.data.loader import GlobalPackedLoader
-from deepspeed_distca.data.packing import Packing, Piece, pack_documents
-from deepspeed_distca.data.rows import PackedRows, RowSampler
+from deepspeed_distca.data.global_loader import GlobalPackedLoader
+from deepspeed_distca.data.packing import PackedRows, Packing, Piece, RowSampler, pack_documents
 from deepspeed_distca.data.sources import tokenize
 
 __all__ = [

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 
 from deepspeed_distca.data.collator import PackedSequenceCollator
-from deepspeed_distca.data.states import check_keys, check_version, whole_number
+from deepspeed_distca.data.states import check_keys, check_version
+from deepspeed_distca.given import integer
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +55,10 @@ class AccumulationLoader:
         *,
         last_window: LastWindow = "drop",
     ) -> None:
-        if isinstance(gradient_accumulation_steps, bool) or not isinstance(gradient_accumulation_steps, int):
-            raise TypeError(f"gradient_accumulation_steps must be an integer, got {gradient_accumulation_steps!r}")
-        if gradient_accumulation_steps < 1:
-            raise ValueError(f"gradient_accumulation_steps must be at least 1, got {gradient_accumulation_steps}")
         if last_window not in LAST_WINDOW:
             raise ValueError(f"last_window must be one of {', '.join(LAST_WINDOW)}, got {last_window!r}")
         self.loader = loader
-        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.gradient_accumulation_steps = integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
         self.last_window = last_window
         self._begin: Any = None  # the loader's state before the step that is being handed out
         self._within = False  # whether a step is, or was loaded and no loop has begun
@@ -157,4 +154,4 @@ def _num_targets(batch: Mapping[str, Any]) -> int:
     found, ids = batch["num_targets"], batch.get("input_ids")
     if torch.is_tensor(found) and found.numel() == 1:
         found = found.item()
-    return whole_number(found, "num_targets of a batch", high=ids.numel() if torch.is_tensor(ids) else None)
+    return integer("num_targets of a batch", found, high=ids.numel() if torch.is_tensor(ids) else None)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: which documents share a row, so that rows have (nearly) the same number of tokens.
+"""Packing for one rank: which documents share a row, so that rows have (nearly) the same number of tokens; the rows as
+a dataset, and the order in which ranks read them.
 
 A pure function of lengths, budget and seed, so that every rank computes the same rows without talking to the others.
 """
@@ -7,14 +8,15 @@ A pure function of lengths, budget and seed, so that every rank computes the sam
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from torch.utils.data import Dataset, Sampler
 
-from deepspeed_distca.data.states import whole_numbers
+from deepspeed_distca.given import integer, integers
 
 Overflow = Literal["error", "split", "drop"]
 OVERFLOW: tuple[Overflow, ...] = ("error", "split", "drop")
@@ -58,9 +60,8 @@ class Packing:
 
 def check_overflow(max_tokens: int | None, overflow: str) -> None:
     """Raises ValueError for a budget below one token or a policy that does not exist."""
-    whole = isinstance(max_tokens, int | np.integer) and not isinstance(max_tokens, bool)
-    if max_tokens is not None and not (whole and max_tokens >= 1):
-        raise ValueError(f"max_tokens must be a whole number of at least 1, got {max_tokens!r}")
+    if max_tokens is not None:
+        integer("max_tokens", max_tokens, 1)
     if overflow not in OVERFLOW:
         raise ValueError(f"overflow must be one of {', '.join(OVERFLOW)}, got {overflow!r}")
 
@@ -80,13 +81,11 @@ def pack_documents(
     cut into pieces ("split"), left out and counted ("drop"), or refused ("error").
 
     Raises:
-        TypeError: lengths that are no integers.
-        ValueError: a budget below 1, negative lengths, an unknown policy, or a document that is too long ("error").
+        ValueError: a budget below 1, lengths that are negative or no integers, an unknown policy, or a
+            document that is too long ("error").
     """
     check_overflow(max_tokens, overflow)
-    lengths = whole_numbers(lengths, "lengths")
-    if min(lengths, default=0) < 0:
-        raise ValueError(f"lengths must not be negative, got {min(lengths)}")
+    lengths = integers("lengths", lengths, 0)
     order = np.arange(len(lengths)) if seed is None else np.random.default_rng(seed).permutation(len(lengths))
     rows: list[list[Piece]] = []
     room = _Room()
@@ -138,3 +137,74 @@ class _Room:
         if not self._rows[free]:
             del self._rows[free], self._free[found]
         return free, row
+
+
+class PackedRows(Dataset):
+    """The rows of a packing as lists of features, for a loader with ``batch_size=None``.
+
+    Args:
+        documents: the token ids of each document, or a feature for each: a mapping with "input_ids" and perhaps
+            "labels".
+        packing: of the documents' lengths, from :func:`deepspeed_distca.data.pack_documents`.
+    """
+
+    def __init__(self, documents: Sequence[Any], packing: Packing) -> None:
+        self.documents = documents
+        self.packing = packing
+
+    def __len__(self) -> int:
+        return len(self.packing.rows)
+
+    def __getitem__(self, row: int) -> list[dict[str, Any]]:
+        features = []
+        for document, start, length in self.packing.rows[row]:
+            feature = self.documents[document]
+            if not isinstance(feature, Mapping):
+                feature = {"input_ids": feature}
+            features.append(
+                {key: feature[key][start : start + length] for key in ("input_ids", "labels") if key in feature}
+            )
+        return features
+
+
+class RowSampler(Sampler[int]):
+    """The rows that one rank reads.
+
+    The order is one endless stream, the same on every rank: epoch after epoch, each a shuffle of all rows. Rank r of R
+    reads every R-th row of it. So all ranks read equally many rows, every row is read once an epoch, and a run
+    resumes, on any number of ranks, from the number of rows that were read.
+
+    Args:
+        num_rows: rows of the dataset.
+        rank, num_ranks: which of how many readers this is.
+        micro_batches: how many rows to read; may exceed an epoch.
+        seed: of the shuffles.
+        start: rows that all ranks together have read before: 0, or where a run resumes: as many as the steps took that
+            were taken whole.
+
+    Raises:
+        ValueError: no rows, a rank that does not exist, or other numbers below 0 or that are no integers.
+    """
+
+    def __init__(
+        self, num_rows: int, *, rank: int, num_ranks: int, micro_batches: int, seed: int = 0, start: int = 0
+    ) -> None:
+        self.num_rows = integer("num_rows", num_rows)
+        if num_rows < 1:
+            raise ValueError("there are no rows to read: the dataset is empty")
+        self.num_ranks = integer("num_ranks", num_ranks, 1)
+        self.rank = integer("rank", rank, 0, self.num_ranks - 1)
+        self.micro_batches, self.start = integer("micro_batches", micro_batches), integer("start", start)
+        self.seed = integer("seed", seed)
+
+    def __len__(self) -> int:
+        return self.micro_batches
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, order = -1, np.zeros(0, dtype=np.int64)
+        for index in range(self.micro_batches):
+            position = self.start + index * self.num_ranks + self.rank
+            if position // self.num_rows != epoch:
+                epoch = position // self.num_rows
+                order = np.random.default_rng((self.seed, epoch)).permutation(self.num_rows)
+            yield int(order[position % self.num_rows])

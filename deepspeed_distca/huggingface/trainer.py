@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from deepspeed_distca.data.rows import PackedRows
+from deepspeed_distca.data.packing import PackedRows
 
 
 class FlatRows(Dataset):

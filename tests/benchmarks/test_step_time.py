@@ -170,7 +170,7 @@ def test_placed_batches_have_the_same_documents(steps, placement: str) -> None:
         assert placed.layout.tokens.tolist() == [65536] * 2 and placed.name == batch.name
         assert documents(placed) == documents(batch) and placed.targets() == batch.targets()
         cut += placed.whole
-    assert (cut > 0) == (placement == "free")  # where no whole documents fill a rank, "whole" leaves them in order
+    assert (cut > 0) == (placement == "free")  # they fill the ranks as they are packed
 
 
 def test_variants_of_several_blocks(monkeypatch) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_distca.data import AccumulationLoader, GlobalPackedLoader, PackedSequenceCollator
-from deepspeed_distca.scheduler.cost_model import CostModel
+from tests.data.configs import by_pairs, config
 from tests.data.stateful import StatefulLoader
 from tests.distributed.engine_worker import VOCABULARY, ds_config, tiny_llama
 
@@ -24,8 +24,8 @@ def make_loader(kind: str) -> GlobalPackedLoader | AccumulationLoader:
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, VOCABULARY, size=n).tolist() for n in rng.integers(2, 70, size=44)]
     if kind != "accumulation":
-        options = {"cost": CostModel.area(), "num_workers": 1 if kind == "workers" else 0, "regroup": kind != "packed"}
-        return GlobalPackedLoader(documents, 64, gradient_accumulation_steps=ACCUMULATION, **options)
+        options = {"num_workers": 1 if kind == "workers" else 0, "regroup": kind != "packed"}
+        return GlobalPackedLoader(documents, 64, config(ACCUMULATION, cost_model=by_pairs()), **options)
     own = documents[dist.get_rank() :: 2]
     return AccumulationLoader(
         StatefulLoader(

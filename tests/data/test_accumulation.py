@@ -166,9 +166,9 @@ def test_epochs_and_attributes_go_to_the_loader():
 def test_refusals():
     with pytest.raises(KeyError, match="num_targets is missing.*PackedSequenceCollator"):
         list(AccumulationLoader([{"input_ids": 1}], 1))
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="an integer >= 1, got 0"):
         AccumulationLoader([], 0)
-    with pytest.raises(TypeError, match="must be an integer, got 2.0"):
+    with pytest.raises(ValueError, match="must be an integer >= 1, got 2.0"):
         AccumulationLoader([], 2.0)
     with pytest.raises(ValueError, match="drop, pad, error, got 'keep'"):
         AccumulationLoader([], 2, last_window="keep")
@@ -177,16 +177,16 @@ def test_refusals():
 @pytest.mark.parametrize(
     ("targets", "error", "words"),
     [
-        (True, TypeError, "num_targets of a batch must be a whole number, got True"),
-        (2.0, TypeError, r"got 2\.0 \(float\)"),
-        (float("nan"), TypeError, "got nan"),
-        ("2", TypeError, "got '2'"),
-        (None, TypeError, "got None"),
-        (torch.tensor(2.0), TypeError, r"got 2\.0"),
-        (torch.tensor([1, 2]), TypeError, r"got tensor\(\[1, 2\]\)"),
-        (-1, ValueError, r"must be in 0\.\.3, got -1"),
-        (4, ValueError, r"must be in 0\.\.3, got 4"),
-        (2**70, ValueError, r"must be in 0\.\.3"),
+        (True, ValueError, "num_targets of a batch must be an integer .* got True"),
+        (2.0, ValueError, r"got 2\.0"),
+        (float("nan"), ValueError, "got nan"),
+        ("2", ValueError, "got '2'"),
+        (None, ValueError, "got None"),
+        (torch.tensor(2.0), ValueError, r"got 2\.0"),
+        (torch.tensor([1, 2]), ValueError, r"got tensor\(\[1, 2\]\)"),
+        (-1, ValueError, "must be an integer >= 0 and <= 3, got -1"),
+        (4, ValueError, "must be an integer >= 0 and <= 3, got 4"),
+        (2**70, ValueError, "must be an integer >= 0 and <= 3"),
     ],
 )
 def test_numbers_of_targets_that_are_none(targets, error, words):

@@ -233,7 +233,7 @@ def test_overflow_accounts_for_every_token(lengths, max_tokens):
 
 @pytest.mark.parametrize("max_tokens", [0, -1, 2.5, True, "8"])
 def test_a_budget_that_is_none(max_tokens):
-    with pytest.raises(ValueError, match="max_tokens must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="max_tokens must be an integer >= 1"):
         PackedSequenceCollator(max_tokens)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_distca.data.global_packing import GlobalPacker
+from deepspeed_distca.data.global_loader.packer import GlobalPacker
 from deepspeed_distca.data.packing import Piece
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_distca.data.placement import place, share_tokens
+from deepspeed_distca.data.global_loader.placement import place, share_tokens
 from deepspeed_distca.layout import Segment
 from deepspeed_distca.scheduler import CostModel, Heads, balance
 from deepspeed_distca.scheduler.traffic import traffic
@@ -99,16 +99,18 @@ def test_free_placement_moves_fewer_bytes(seed: int) -> None:
 
 def test_documents_that_fit_are_not_cut() -> None:
     # Two of each kind: whole on two ranks they are balanced, and nothing has to move.
-    layout = place([1000, 24, 500, 500, 24, 1000, 1000, 24, 500, 500, 24, 1000], [3048, 3048], cost=COST)
-    assert len(layout.segments) == 12 and balance(layout, COST).balance_before < 1.001
+    lengths = [1000, 24, 500, 500, 24, 1000, 1000, 24, 500, 500, 24, 1000]
+    for placement in ("whole", "free"):
+        layout = place(lengths, [3048, 3048], placement=placement, cost=COST)
+        assert len(layout.segments) == 12 and balance(layout, COST).balance_before < 1.001
 
 
 def test_a_rank_without_tokens_and_server_weights() -> None:
     lengths, budgets = [3000, 60, 40, 500, 400, 200], [1400, 1400, 1400, 0]
-    layout = place(lengths, budgets, cost=COST)
+    layout = place(lengths, budgets, placement="free", cost=COST)
     assert layout.tokens.tolist() == budgets
     # The third server is three times as fast: it gets most of the work at once.
-    weighted = place(lengths, [1400] * 3, cost=COST, server_weights=[1, 1, 3])
+    weighted = place(lengths, [1400] * 3, placement="free", cost=COST, server_weights=[1, 1, 3])
     before = balance(weighted, COST, server_weights=[1, 1, 3]).loads_before
     assert before.argmax() == 2 and before[2] > 1.5 * before[0]
 
@@ -122,8 +124,8 @@ def test_wrong_arguments() -> None:
         ([1], [-1, 4], {}),
         ([1], [4], {"placement": "random"}),
     ):
-        with pytest.raises(ValueError, match="must be|need at least|tokens, the budgets"):
+        with pytest.raises(ValueError, match="must be|must not|tokens, the budgets"):
             place(lengths, budgets, **options)
     for lengths, budgets in (([1.5], [4]), ([1], [4.0]), (["1"], [4])):
-        with pytest.raises(TypeError, match="must be whole numbers"):
+        with pytest.raises(ValueError, match="must be whole numbers"):
             place(lengths, budgets)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value, concatenate_datasets
 
-from deepspeed_distca.data.loader import GlobalPackedLoader
+from deepspeed_distca.data.global_loader import GlobalPackedLoader
 from deepspeed_distca.data.sources import ArrowDocuments, IndexedDocuments, StreamedDocuments, read_source, tokenize
 
 

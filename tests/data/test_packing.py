@@ -54,9 +54,9 @@ def test_too_long_documents():
         with pytest.raises(ValueError, match="must be"):
             pack_documents(lengths, **bad)
     for lengths in ([2.7], ["3"], [2**70], [None]):
-        with pytest.raises(TypeError, match="lengths must be whole numbers"):
+        with pytest.raises(ValueError, match="lengths must be whole numbers"):
             pack_documents(lengths, 8)
-    with pytest.raises(ValueError, match="must not be negative, got -2"):
+    with pytest.raises(ValueError, match="lengths must be at least 0, got -2"):
         pack_documents([1, -2], 10)
 
 
@@ -117,11 +117,11 @@ def test_the_sampler_leaves_the_global_generators_alone():
     ("arguments", "message"),
     [
         (dict(num_rows=0, rank=0, num_ranks=1, micro_batches=1), "dataset is empty"),
-        (dict(num_rows=4, rank=2, num_ranks=2, micro_batches=1), r"rank must be in 0\.\.1, got 2"),
-        (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=-1), "micro_batches must be at least 0"),
-        (dict(num_rows=4, rank=0, num_ranks=0, micro_batches=1), "num_ranks must be at least 1"),
-        (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=1, start=-1), "start must be at least 0, got -1"),
-        (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=1, start=2.0), r"start must be .* got 2\.0 \(float\)"),
+        (dict(num_rows=4, rank=2, num_ranks=2, micro_batches=1), "rank must be an integer >= 0 and <= 1, got 2"),
+        (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=-1), "micro_batches must be an integer >= 0"),
+        (dict(num_rows=4, rank=0, num_ranks=0, micro_batches=1), "num_ranks must be an integer >= 1"),
+        (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=1, start=-1), "start must be an integer >= 0, got -1"),
+        (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=1, start=2.0), r"start must be .* got 2\.0"),
         (dict(num_rows=4, rank=0, num_ranks=1, micro_batches=True), "micro_batches must be .* got True"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_distca.data import regrouping
-from deepspeed_distca.data.regrouping import _excess, regroup
+from deepspeed_distca.data.global_loader import regrouping
+from deepspeed_distca.data.global_loader.regrouping import _excess, regroup
 
 
 def square(length: int) -> int:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from deepspeed_distca.data import GlobalPackedLoader
-from deepspeed_distca.scheduler.cost_model import CostModel
+from tests.data.configs import by_pairs, config
 from tests.distributed.engine_worker import VOCABULARY, ds_config, full_gradients, reference, tiny_llama
 
 
@@ -27,8 +27,7 @@ def train_case(
 
     engine, *_ = deepspeed.initialize(model=tiny_llama(seed), config=ds_config(zero, accumulation, distca))
     engine.train()
-    # By pairs alone, long documents are more work even where they are as short as here.
-    loader = {"gradient_accumulation_steps": accumulation, "cost": CostModel.area(), **loader}
+    loader = {"config": config(accumulation, **{**distca, "cost_model": by_pairs()}), **loader}
     batches = GlobalPackedLoader(documents, budgets, **loader)
     as_packed = [batch["layout"] for batch in GlobalPackedLoader(documents, budgets, regroup=False, **loader)]
     losses, gradients, tokens, pieces, regrouped = [], {}, 0, 0, False
@@ -71,7 +70,7 @@ def train_cases(cases: list[dict]) -> list[dict]:
 def _loader() -> GlobalPackedLoader:
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, VOCABULARY, size=n).tolist() for n in rng.integers(1, 150, size=40)]
-    return GlobalPackedLoader(documents, 64, gradient_accumulation_steps=2)
+    return GlobalPackedLoader(documents, 64, config(2))
 
 
 class _Record(TrainerCallback):

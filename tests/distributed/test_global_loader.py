@@ -16,14 +16,13 @@ def case(
     lengths: list[int], budgets: list[int], placement: str, *, zero: int = 0, accumulation: int = 1, **more
 ) -> dict:
     block = {"advanced": {"granularity": 8, **more}}
-    weights = more.get("server_weights")
     return {
         "lengths": lengths,
         "budgets": budgets,
         "accumulation": accumulation,
         "zero": zero,
         "distca": block,
-        "loader": {"placement": placement, "fill": "whole", "server_weights": weights},
+        "loader": {"placement": placement, "fill": "whole"},
         "seed": len(lengths) + accumulation,
     }
 
@@ -98,7 +97,9 @@ def test_trainer_takes_the_loader_and_resumes_with_it() -> None:
 
 def test_server_weights_of_groups() -> None:
     def weights(given: list[int], servers: int, rank: int) -> tuple[int, ...] | None:
-        return weights_of_servers(parse_config({"advanced": {"server_weights": given}}).advanced.server_weights, 4, servers, rank)
+        return weights_of_servers(
+            parse_config({"advanced": {"server_weights": given}}).advanced.server_weights, 4, servers, rank
+        )
 
     assert weights_of_servers(None, 4, 2, 0) is None
     assert [weights([1, 2, 0, 3], 2, rank) for rank in range(4)] == [(1, 2), (1, 2), (0, 3), (0, 3)]

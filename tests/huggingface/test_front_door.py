@@ -154,12 +154,12 @@ def test_documents_that_cannot_be_told_apart_are_refused(batch, words):
         ({"shift_labels": SHIFTED.masked_fill(SHIFTED == 5, 97)}, "shift_labels hold 97"),
         ({"num_targets": -7}, "-7"),
         ({"num_targets": 8}, "have 7 targets|10"),
-        ({"num_targets": 7.0}, "whole number"),
-        ({"num_targets": True}, "whole number"),
-        ({"num_targets": 1 << 70}, "allowed: 0 to"),
+        ({"num_targets": 7.0}, "must be an integer"),
+        ({"num_targets": True}, "must be an integer"),
+        ({"num_targets": 1 << 70}, "must be an integer >= 0 and <="),
         ({"step_targets": 6}, "has 7 targets"),
-        ({"step_targets": 1 << 63}, "allowed: 0 to"),
-        ({"step_targets": "7"}, "whole number"),
+        ({"step_targets": 1 << 63}, "must be an integer >= 0 and <="),
+        ({"step_targets": "7"}, "must be an integer"),
     ],
 )
 def test_values_that_cannot_be_used_are_refused(batch, words):

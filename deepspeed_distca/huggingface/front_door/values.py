@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_distca.given import integer
 from deepspeed_distca.layout import LayoutError
 
 IGNORE_INDEX = -100
@@ -98,11 +99,10 @@ def check_labels(name: str, labels: Any, shape: torch.Size, limit: int | None) -
 def whole_number(name: str, value: Any, most: int) -> int:
     if torch.is_tensor(value) and value.ndim == 0 and not value.dtype.is_floating_point:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise BatchError(f"{name} must be a whole number, got {value!r}")
-    if not 0 <= value <= most:
-        raise BatchError(f"{name} was given {int(value)}; allowed: 0 to {most}")
-    return int(value)
+    try:
+        return integer(name, value, 0, most)
+    except ValueError as error:
+        raise BatchError(str(error)) from None
 
 
 def like_tokens(name: str, given: Any, rows: int, tokens: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from deepspeed_distca.data.whole_documents import divide
+from deepspeed_distca.data.global_loader.whole_documents import divide
 
 #: How many sets of micro-batches of long documents are tried. Where short documents are missing each try takes a tenth
 #: of a second and more.

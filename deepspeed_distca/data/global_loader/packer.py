@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from deepspeed_distca.data.packing import OVERFLOW, Overflow, Piece
+from deepspeed_distca.given import integer
 
 Fill = Literal["exact", "whole"]
 FILLS: tuple[Fill, ...] = ("exact", "whole")
@@ -98,8 +99,7 @@ class GlobalPacker:
         for name, value, allowed in (("fill", fill, FILLS), ("overflow", overflow, OVERFLOW)):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-        if isinstance(lookahead, bool) or not isinstance(lookahead, int) or lookahead < 1:
-            raise ValueError(f"lookahead must be a whole number of at least 1, got {lookahead!r}")
+        integer("lookahead", lookahead, 1)
         self.capacities = [int(n) for n in capacities]
         self.longest = min(self.capacities)
         self.fill, self.overflow, self.lookahead = fill, overflow, lookahead

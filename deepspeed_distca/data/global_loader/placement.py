@@ -11,8 +11,9 @@ placement decides is whether the queries travel as well, and how many servers th
   the keys of a long document, and those at its beginning need few of them.
 - A document that fits is stored whole, where most work is missing.
 - What has to be cut for tokens alone is short, and is cut where few keys lie in front.
-- Where no document is more than a server's share, it is tried to cut none (``whole_documents``). If work is then even
-  enough to stay where it is, that placement is taken at once.
+
+Before that it is tried to cut no document at all (``whole_documents``). Over NVLink steps were the fastest so, however
+uneven the work (docs/data.md); over slower links bytes count, and it must be even enough to stay where it is.
 
 How much work short documents will bring, and which documents are short, is uncertain while the long ones are placed.
 So several assumptions are tried, beside the plain orders, and the scheduler itself tells which moves the fewest bytes.
@@ -29,16 +30,17 @@ from typing import Literal
 
 import numpy as np
 
-from deepspeed_distca.data.states import whole_numbers
-from deepspeed_distca.data.whole_documents import divide
+from deepspeed_distca.data.global_loader.whole_documents import divide
+from deepspeed_distca.defaults import MIN_GAIN, TOLERANCE
+from deepspeed_distca.given import integers
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel, PhaseCost, key_start
 from deepspeed_distca.scheduler.shares import Shares
 from deepspeed_distca.scheduler.traffic import traffic
 
-Placement = Literal["free", "whole", "contiguous", "head_tail"]
-PLACEMENTS: tuple[Placement, ...] = ("free", "whole", "contiguous", "head_tail")
+Placement = Literal["whole", "free", "contiguous", "head_tail"]
+PLACEMENTS: tuple[Placement, ...] = ("whole", "free", "contiguous", "head_tail")
 
 #: Cost units are femtoseconds; sums over a batch in picoseconds stay far from the end of int64.
 _UNIT = 1000
@@ -51,7 +53,8 @@ _SHORT = (30, 100, 300)
 _LEAST_ROOM = 100
 #: How far a whole document may exceed a server's share, in thousandths.
 _EXCESS = 20
-#: Ranks above which "free" does not look for whole documents: the search takes 1 to 2 s for so many.
+#: Ranks above which whole documents are not looked for: the search takes 1 to 2 s for so many, and they lie on
+#: several nodes, between which bytes count.
 _MOST_RANKS = 64
 _NOTHING = np.iinfo(np.int64).min
 
@@ -62,12 +65,12 @@ def place(
     lengths: Sequence[int] | np.ndarray,
     budgets: Sequence[int] | np.ndarray,
     *,
-    placement: Placement = "free",
+    placement: Placement = "whole",
     cost: CostModel | None = None,
-    tolerance: float = 0.02,
+    tolerance: float = TOLERANCE,
     server_weights: Sequence[int] | None = None,
     window: int | None = None,
-    even_enough: float = 0.08,
+    min_gain: float = MIN_GAIN,
 ) -> Layout:
     """The layout of documents 0..n-1 over ranks.
 
@@ -75,21 +78,22 @@ def place(
         lengths: tokens of each document, at least 1.
         budgets: tokens of each rank; 0 makes it a server without tokens of its own. They are met exactly where the
             documents have as many tokens. Where they have fewer, every rank gets the same part of its budget.
-        placement: "contiguous": documents one after another, those that pass a rank's end going on on the next.
+        placement: "whole": no document is cut, and work is as even as that allows; where no whole documents fill the
+            ranks, or these are more than 64, as "free".
+            "free": no document is cut where work is even enough so that rows stay; else the fewest bytes move, which
+            is found as this module says.
+            "contiguous": documents one after another, those that pass a rank's end going on on the next.
             "head_tail": in that order too, but what a rank holds of a document that goes on is half from its head
             and half from its tail, so that the work of a document over many ranks is even.
-            "whole": no document is cut, and work is as even as that allows; "contiguous" where that was not found.
-            "free": the first that is even enough without a cut; else the one that moves the fewest bytes, found as
-            this module says.
-        cost: of attention tasks, for "free" and "whole"; None is the H200 fit.
+        cost: of attention tasks, for "whole" and "free"; None is the H200 fit.
         tolerance, server_weights, window: what the batch will be balanced with, for those two; see ``balance``.
-        even_enough: for "free": how far the largest share of attention may exceed the mean where rows will stay all
-            the same, since balance would save less than the block's `min_gain`. 8 % of attention were 0.7 to 4 % of
-            measured steps on H200s, where moving rows costs 1 to 2.5 %. 0: bytes alone decide.
+        min_gain: the block's, for "free". Rows stay where balance would save less, so that attention may be uneven by
+            twice that share: 8 % of attention were 0.7 to 4 % of measured steps on H200s, where moving rows costs 1 to
+            2.5 %. 0: bytes alone decide.
 
     Raises:
-        TypeError: lengths or budgets that are no integers.
-        ValueError: lengths, budgets or weights out of range, more tokens than budgets hold, or an unknown placement.
+        ValueError: lengths, budgets or weights that are no integers or out of range, more tokens than budgets hold, or
+            an unknown placement.
     """
     lengths, budgets = _checked(lengths, budgets, placement)
     budgets = share_tokens(sum(lengths), budgets)
@@ -103,10 +107,6 @@ def place(
     weights = Shares(server_weights, len(budgets), tolerance).weights
     work = work_of(cost, window)
 
-    if placement == "whole":
-        ranks = divide(lengths, budgets, lambda n: work(0, n), weights)
-        return contiguous if ranks is None else _whole(ranks, lengths)
-
     def moved(layout: Layout) -> tuple[int, int]:
         """Bytes over forward and backward, of all ranks and of the one that sends or receives the most."""
         tasks = balance(layout, cost, tolerance=tolerance, server_weights=server_weights, window=window)
@@ -117,17 +117,21 @@ def place(
     best, fewest = contiguous, moved(contiguous)
     if fewest[0] == 0:
         return best
-    candidates = [head_tail]
     works = {n: work(0, n) for n in set(lengths)}
-    if len(budgets) <= _MOST_RANKS and _may_be_even(lengths, budgets, weights, works, max(even_enough, tolerance)):
+    anyhow, uneven = placement == "whole", max(2 * min_gain, tolerance)
+    whole = None
+    if len(budgets) <= _MOST_RANKS and (anyhow or _may_be_even(lengths, budgets, weights, works, uneven)):
         ranks = divide(lengths, budgets, works.__getitem__, weights)
         if ranks is not None:
-            candidates.append(_whole(ranks, lengths))
+            whole = _layout([[(document, 0, lengths[document]) for document in rank] for rank in ranks])
             loads = [sum(works[lengths[document]] for document in rank) for rank in ranks]
             mean = sum(loads) / sum(weights)
-            if all(load <= (1 + even_enough) * mean * w for load, w in zip(loads, weights, strict=True)):
-                return candidates[-1]
-    for layout in chain(candidates, _candidates(lengths, budgets, weights, work, tolerance)):
+            if anyhow or all(load <= (1 + uneven) * mean * w for load, w in zip(loads, weights, strict=True)):
+                return whole
+        elif anyhow and len(contiguous.segments) == len(lengths):
+            return contiguous
+    plain = [head_tail] if whole is None else [head_tail, whole]
+    for layout in chain(plain, _candidates(lengths, budgets, weights, work, tolerance)):
         bytes_moved = moved(layout)
         if bytes_moved < fewest:
             best, fewest = layout, bytes_moved
@@ -152,11 +156,9 @@ def _checked(
 ) -> tuple[list[int], list[int]]:
     if placement not in PLACEMENTS:
         raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
-    lengths, budgets = whole_numbers(lengths, "lengths"), whole_numbers(budgets, "budgets")
-    if min(lengths, default=1) < 1:
-        raise ValueError(f"documents need at least 1 token, got one of {min(lengths)}")
-    if not budgets or min(budgets) < 0 or sum(budgets) < 1:
-        raise ValueError(f"budgets must be at least 0 for every rank, and not all 0, got {budgets}")
+    lengths, budgets = integers("lengths of documents", lengths, 1), integers("budgets", budgets, 0)
+    if not any(budgets):
+        raise ValueError(f"budgets must not all be 0, got {budgets}")
     if sum(lengths) > sum(budgets):
         raise ValueError(f"the documents have {sum(lengths)} tokens, the budgets hold {sum(budgets)}")
     return lengths, budgets
@@ -212,10 +214,6 @@ def _may_be_even(
     share = sum(works[n] for n in lengths) * (1 + slack) / sum(weights)
     with_tokens = sum(w for w, n in zip(weights, budgets, strict=True) if n)
     return max(works.values()) <= share * max(weights) and sum(weights) <= (1 + slack) * with_tokens
-
-
-def _whole(ranks: list[list[int]], lengths: list[int]) -> Layout:
-    return _layout([[(document, 0, lengths[document]) for document in rank] for rank in ranks])
 
 
 def _both_phases(cost: CostModel) -> PhaseCost:

@@ -11,9 +11,9 @@ import torch
 
 from deepspeed_distca.data.documents import Document
 from deepspeed_distca.data.from_layout import batch_from_layout
+from deepspeed_distca.data.global_loader.placement import place, work_of
+from deepspeed_distca.data.global_loader.regrouping import regroup
 from deepspeed_distca.data.packing import Piece
-from deepspeed_distca.data.placement import place, work_of
-from deepspeed_distca.data.regrouping import regroup
 from deepspeed_distca.data.sources import IndexedDocuments
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import CostModel

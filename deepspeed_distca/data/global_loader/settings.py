@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loader reads in the DeepSpeed config, so that nobody says it twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
+from deepspeed_distca.defaults import MIN_GAIN
+from deepspeed_distca.given import integer, shown
+from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.profiles import Profile, ProfileError
+from deepspeed_distca.scheduler.shares import Shares
+
+_ACCUMULATION = "gradient_accumulation_steps"
+#: Arguments of earlier versions, and where they are said now.
+_EARLIER = {
+    _ACCUMULATION: f'"{_ACCUMULATION}"',
+    "servers": f'"{BLOCK}": {{"servers": ...}}',
+    "cost": f'"{BLOCK}": {{"cost_model": a file of `ds_distca profile --save`}}',
+    "tolerance": f'"{BLOCK}": {{"advanced": {{"tolerance": ...}}}}',
+    "server_weights": f'"{BLOCK}": {{"advanced": {{"server_weights": [...]}}}}',
+    "even_enough": f'"{BLOCK}": {{"advanced": {{"min_gain": ...}}}}, of which it is the double',
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What batches will be trained and balanced with.
+
+    Attributes:
+        accumulation_steps: micro-batches of an optimizer step.
+        servers: consecutive ranks that share documents and attention.
+        server_weights: of all ranks; None is equal parts.
+        cost: of attention; None is the H200 fit.
+        tolerance, min_gain: of the block.
+    """
+
+    accumulation_steps: int
+    servers: int
+    server_weights: list[int] | None
+    cost: CostModel | None
+    tolerance: float
+    min_gain: float
+
+
+def read_settings(config: Mapping[str, Any] | str | Path | None, num_ranks: int) -> Settings:
+    """The settings of a DeepSpeed config, a mapping or a JSON file; those of an empty block for None.
+
+    Raises:
+        DistCAConfigError: a block that cannot be used, or none, or one that does not fit the ranks.
+        TypeError, ValueError: no config, or a file or a number of accumulation steps that cannot be used.
+    """
+    values = _read(config)
+    block = DistCAConfig() if config is None else get_distca_config(values)
+    if block is None:
+        raise DistCAConfigError(
+            f"the config has no `{BLOCK}` block that is enabled, and without the plugin documents cannot go on on "
+            f'other ranks; add "{BLOCK}": {{"enabled": true}}'
+        )
+    servers = num_ranks if block.servers is None else block.servers
+    if num_ranks % servers:
+        raise DistCAConfigError(f"`{BLOCK}.servers` was given {servers}; allowed: a divisor of the {num_ranks} ranks")
+    advanced, weights = block.advanced, block.advanced.server_weights
+    if weights is not None:
+        if len(weights) != num_ranks:
+            raise DistCAConfigError(
+                f"`{BLOCK}.advanced.server_weights` must be one for each of the {num_ranks} ranks, got {len(weights)}"
+            )
+        for first in range(0, num_ranks, servers):  # of all groups: an error is one on every rank
+            Shares(weights[first : first + servers], servers, 0.0)
+    return Settings(
+        _accumulation_steps(values, num_ranks),
+        servers,
+        weights,
+        _cost(block.cost_model),
+        advanced.tolerance,
+        MIN_GAIN if advanced.min_gain is None else advanced.min_gain,
+    )
+
+
+def refuse(arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError for arguments that the loader does not have, and says where earlier ones are said now."""
+    for name in arguments:
+        if name in _EARLIER:
+            raise TypeError(
+                f"GlobalPackedLoader takes no {name}: it reads {_EARLIER[name]} in the DeepSpeed config; give that as "
+                "`config`, the dict or the path of its file"
+            )
+        raise TypeError(f"GlobalPackedLoader got an unexpected keyword argument {name!r}")
+
+
+def _read(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, str | Path):
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"config {shown(str(config))} cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ValueError(f"config {shown(str(config))} is not valid JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config must be the DeepSpeed config, a dict or the path of its file, got {shown(config)}")
+    return config
+
+
+def _accumulation_steps(values: Mapping[str, Any], num_ranks: int) -> int:
+    """As DeepSpeed finds it: given, or what the two batch sizes leave."""
+    given = values.get(_ACCUMULATION)
+    whole, micro = values.get("train_batch_size"), values.get("train_micro_batch_size_per_gpu")
+    if given is None and isinstance(whole, int) and isinstance(micro, int) and micro > 0:
+        given = whole // (micro * num_ranks)
+    return 1 if given is None else integer(f"{_ACCUMULATION} in the config", given, 1)
+
+
+def _cost(path: str | None) -> CostModel | None:
+    if path is None:
+        return None
+    try:
+        return Profile.load(Path(path)).cost
+    except ProfileError as error:
+        raise DistCAConfigError(
+            f"`{BLOCK}.cost_model` was given {path!r}, which the loader of every rank reads: {error}"
+        ) from None

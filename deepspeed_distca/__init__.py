@@ -20,7 +20,8 @@ if "deepspeed" not in sys.modules:
 
 from deepspeed_distca.config import DistCAConfig, DistCAConfigError
 from deepspeed_distca.data import AccumulationLoader, PackedSequenceCollator
-from deepspeed_distca.engine_hooks import Runtime, attach, install, uninstall
+from deepspeed_distca.engine_hooks import attach, install, uninstall
+from deepspeed_distca.engine_runtime import Runtime
 from deepspeed_distca.layout import Layout, LayoutError, Segment
 
 __version__ = "0.1.0"

@@ -39,7 +39,11 @@ def find_cost_model(
         DistCAConfigError: the file that `distca.cost_model` names cannot be used.
     """
     try:
-        wanted = setting_of(device, dtype, _kernel(config.kernel, heads, device, dtype, window))
+        kernel = choose_kernel(config.kernel, heads, device, dtype, window)
+    except KernelError:
+        kernel = None  # the first layer complains
+    try:
+        wanted = setting_of(device, dtype, kernel)
         return choose(wanted, heads, config.cost_model, folder=cache_folder())
     except ProfileError as error:
         raise DistCAConfigError(
@@ -68,20 +72,19 @@ def said_cost_model(said: Mapping[str, Any], heads: Heads, own: Choice | None) -
     return own or Choice(CostModel.from_terms(heads, said["cost"]), "of rank 0's choice")
 
 
-def _kernel(
-    name: str | None, heads: Heads, device: torch.device, dtype: torch.dtype, window: int | None
-) -> str | None:
-    """The kernel that layers will get; None where none fits, of which the first layer complains."""
-    try:
-        return select_kernel(
-            name,
-            device=device,
-            dtype=dtype,
-            q_heads=heads.query,
-            kv_heads=heads.key_value,
-            head_dim=heads.head_dim,
-            v_head_dim=heads.value_dim,
-            spec=AttentionSpec(heads.head_dim**-0.5, window),
-        ).name
-    except KernelError:
-        return None
+def choose_kernel(name: str | None, heads: Heads, device: torch.device, dtype: torch.dtype, window: int | None) -> str:
+    """The name of the kernel that layers like the first will get; each layer chooses for what it is really given.
+
+    Raises:
+        KernelError: none fits.
+    """
+    return select_kernel(
+        name,
+        device=device,
+        dtype=dtype,
+        q_heads=heads.query,
+        kv_heads=heads.key_value,
+        head_dim=heads.head_dim,
+        v_head_dim=heads.value_dim,
+        spec=AttentionSpec(heads.head_dim**-0.5, window),
+    ).name

@@ -38,7 +38,8 @@ class AttentionServer:
     """One rank's share of core attention.
 
     Args:
-        agreement: over all ranks of the loss; plans are made for this rank's group of servers.
+        agreement: over all ranks of the loss; plans are made for this rank's group of servers. None: nobody else is
+            there to agree with, and no micro-batch can be asked for.
         exchange: over this rank's servers; not used by a single one.
         server: this rank's place among its servers.
         cost: predicts the seconds of tasks.
@@ -47,7 +48,6 @@ class AttentionServer:
         kernel: a kernel's name, or None to choose.
         local_first: tasks that stay at home hide the exchange, instead of waiting for it.
         ping_pong: which micro-batches are divided into two nano-batches.
-        check_plan: compare digests of plans over the ranks.
         accumulation_steps: micro-batches of an optimizer step, by which the engine divides the loss.
         ranks: over how many ranks the engine averages gradients.
         step: called for the number of the current optimizer step; statistics start anew when it changes.
@@ -57,7 +57,7 @@ class AttentionServer:
     def __init__(
         self,
         *,
-        agreement: Agreement,
+        agreement: Agreement | None,
         exchange: Exchange,
         server: int,
         cost: CostModel,
@@ -65,7 +65,6 @@ class AttentionServer:
         windows: Sequence[int | None],
         kernel: str | None,
         local_first: bool,
-        check_plan: bool,
         accumulation_steps: Callable[[], int],
         ranks: int,
         step: Callable[[], int],
@@ -77,7 +76,7 @@ class AttentionServer:
         self._cost, self._granularity = cost, options.granularity
         self._planner = PhasePlanner(server, cost, options, early=exchange.early)
         self._layers = {window: list(windows).count(window) for window in dict.fromkeys(windows)}
-        self._kernel_name, self._check_plan = kernel, check_plan
+        self._kernel_name = kernel
         self._side = SideStream() if local_first else None
         self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
         self._ping_pong, self._watch = ping_pong, watch
@@ -118,7 +117,7 @@ class AttentionServer:
             for window, layers in self._layers.items()
             for phase in PHASES
         ]
-        if self._check_plan and everyone.layout.num_ranks > 1:
+        if self._agreement is not None and everyone.layout.num_ranks > 1:
             self._agreement.same(fingerprint(*(p.digest for p in planned)), "the plan of a micro-batch")
         self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
         exchange = self._exchange.for_sizes(np.maximum.reduce([p.largest for p in planned]))
@@ -147,7 +146,7 @@ class AttentionServer:
         """
         start = time.perf_counter()
         planned = [self._planner.plan(layout, window, phase, layers) for layout, window, layers in kinds]
-        if self._check_plan and kinds and kinds[0][0].num_ranks > 1:
+        if self._agreement is not None and kinds and kinds[0][0].num_ranks > 1:
             self._agreement.same(fingerprint(*(p.digest for p in planned)), f"the plan of a {phase} tick")
         if note:
             self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches)

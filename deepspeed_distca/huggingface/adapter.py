@@ -66,7 +66,7 @@ _COMPARED = 4
 
 
 class Planner(Protocol):
-    """What makes plans: see ``deepspeed_distca.engine_hooks.Runtime``.
+    """What makes plans: see ``deepspeed_distca.engine_runtime.Runtime``.
 
     Attributes:
         place: this rank's among the servers that share a layout, and how many these are.

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from types import MethodType
 from typing import Any
 
@@ -23,14 +22,11 @@ from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
-from deepspeed_distca.attention_server.agreement import Agreement, agreement_group, fingerprint
-from deepspeed_distca.attention_server.exchange.base import exchange_group
-from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from deepspeed_distca.attention_server.hello import Meeting
-from deepspeed_distca.attention_server.server import AttentionServer
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.watch import Watch
+from deepspeed_distca.building import Sharing, attention_dtype, build_server
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.huggingface.attention_function import FIRST, NAME
@@ -124,7 +120,7 @@ class PipelineRuntime:
             raise DistCAConfigError(
                 f'{error}. Choose `{BLOCK}.advanced.pipeline_scope` "stage", or another number of stages'
             ) from None
-        dtype = _attention_dtype(engine)
+        dtype = attention_dtype(engine)
         same = {
             "the class of the model": type(module.config).__name__,
             "the windows of attention layers, by stage": module.stage_windows,
@@ -145,46 +141,19 @@ class PipelineRuntime:
         self._scope = config.advanced.pipeline_scope
         topology, slots, heads, dtype = prepared.topology, prepared.slots, prepared.heads, prepared.dtype
         choice = said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
-        cost = choice.cost
         options = plan_options(config, engine.device, module.config)
-        timeout = timedelta(seconds=config.timeout_seconds)
-        # First of all: what follows is said and done on groups with a time limit.
-        everyone = agreement_group([list(range(dist.get_world_size()))], timeout)
-        watch.cover(everyone)
-        self._exchange_group = exchange_group(topology.groups, engine.device, timeout)
-        if engine.device.type == "cuda":
-            # Sets the communicator up while all ranks are here: later calls may involve only some of them.
-            dist.barrier(self._exchange_group, device_ids=[engine.device.index])
-            watch.cover_device(self._exchange_group.abort)
-        else:
-            watch.cover(self._exchange_group)
-        everything = fingerprint(options, cost, module.stage_windows, dtype)
-        self._agreement = Agreement(everyone, 1, everything, watch)
-        agreeing = agreement_group(topology.groups, timeout)
-        watch.cover(agreeing)
-        servers = topology.place.size
-        self.server = AttentionServer(
-            agreement=Agreement(agreeing, servers, everything, watch),
-            exchange=make_exchange(
-                config.advanced.exchange or "nccl",  # peer copies were never tried beside the stages' own sends
-                self._exchange_group,
-                engine.device,
-                timeout=config.timeout_seconds,
-                staging_mib=config.advanced.staging_mib,
-                watch=watch,
-            ),
-            server=topology.server,
-            cost=cost,
+        built = build_server(
+            engine,
+            config,
+            Sharing(topology.groups, topology.groups, topology.server, topology.all_replicas),
+            watch,
+            cost=choice.cost,
             options=options,
             windows=module.stage_windows[engine.stage_id],
-            kernel=config.kernel,
-            local_first=config.overlap != "none",
-            check_plan=True,
-            accumulation_steps=engine.gradient_accumulation_steps,
-            ranks=topology.all_replicas,
-            step=lambda: engine.global_steps,
-            watch=watch,
+            common=(options, choice.cost, module.stage_windows, dtype),
+            exchange=config.advanced.exchange or "nccl",  # peer copies were never tried beside the stages' own sends
         )
+        self.server, self._agreement, self._groups = built.server, built.everyone, built.groups
         self._topology = topology
         self._layers = len(module.stage_windows[engine.stage_id])
         self._planner = TickPlanner(
@@ -214,8 +183,8 @@ class PipelineRuntime:
             # Printed, not logged: DeepSpeed's logger shows warnings only.
             print(
                 f"distca: {sum(map(len, module.stage_windows))} attention layers in {engine.num_stages} stages, "
-                f"{servers} attention servers in {len(topology.groups)} group(s) (scope {self._scope}); kernel "
-                f"{config.kernel or 'automatic'}, overlap {'local_first' if config.overlap != 'none' else 'none'}, "
+                f"{topology.place.size} attention servers in {len(topology.groups)} group(s) (scope {self._scope}); "
+                f"kernel {config.kernel or 'automatic'}, overlap {config.overlap or 'local_first'}, "
                 f"cost model {choice.source}, tolerance {config.advanced.tolerance:g}",
                 flush=True,
             )
@@ -436,12 +405,6 @@ class _Topology:
 
     def _members(self, stages: list[int], start: int) -> np.ndarray:
         return np.array([[self.rank(s, start + d) for d in range(self.replicas)] for s in stages])
-
-
-def _attention_dtype(engine: PipelineEngine) -> torch.dtype:
-    if engine.torch_autocast_enabled():
-        return engine.torch_autocast_dtype()
-    return next(engine.module.parameters()).dtype
 
 
 def _check_engine(engine: PipelineEngine) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_distca
-from deepspeed_distca import engine_hooks
+from deepspeed_distca import building, engine_hooks
 from deepspeed_distca.attention_server import steps
 from tests.distributed import pipeline_worker
 from tests.distributed.engine_worker import VOCABULARY, ds_config, tiny_llama
@@ -90,7 +90,7 @@ def script(fault: Fault, case: dict) -> None:
         block = {**block, **case["own_block"]} if case["own_block"] else None
     if fault.mine and case["fault"] == "absent":
         deepspeed_distca.uninstall()
-    exchange, meet = engine_hooks.make_exchange, engine_hooks._meet
+    exchange, meet = building.make_exchange, engine_hooks._meet
 
     def make_exchange(*args: Any, **options: Any) -> Any:
         fault("attach")
@@ -102,7 +102,8 @@ def script(fault: Fault, case: dict) -> None:
         fault("hello")
         return meet(*args)
 
-    with mock.patch.multiple(engine_hooks, make_exchange=make_exchange, _meet=meeting):
+    exchanging = mock.patch.object(building, "make_exchange", make_exchange)
+    with exchanging, mock.patch.object(engine_hooks, "_meet", meeting):
         config = ds_config(case["zero"], 1, block)
         engine, *_ = deepspeed.initialize(model=tiny_llama(), config=config)
     if case["fault"] == "absent":

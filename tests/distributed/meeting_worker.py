@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_distca
-from deepspeed_distca import engine_hooks
+from deepspeed_distca.attention_server.agreement import Agreement
 from tests.distributed.engine_worker import VOCABULARY, ds_config, tiny_llama
 
 BLOCK = {"advanced": {"granularity": 16}}
@@ -138,7 +138,7 @@ def _same_tokens() -> list[int]:
 
 def _kernel() -> str:
     """Rank 1 alone fails in what every rank does by itself while the plugin is attached."""
-    everyone = engine_hooks.Agreement.all_or_none
+    everyone = Agreement.all_or_none
 
     def build() -> None:
         engine = _engine()

@@ -35,7 +35,6 @@ def lone_server(
         windows=[None],
         kernel="reference",
         local_first=True,
-        check_plan=False,
         accumulation_steps=lambda: 1,
         ranks=1,
         step=lambda: 0,

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds a rank's attention server, for engines with and without pipeline stages: groups, exchange, agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from deepspeed_distca.attention_server.agreement import Agreement, agreement_group, fingerprint
+from deepspeed_distca.attention_server.exchange.base import exchange_group
+from deepspeed_distca.attention_server.exchange.choice import ExchangeKind, make_exchange
+from deepspeed_distca.attention_server.server import AttentionServer, NanoBatches
+from deepspeed_distca.attention_server.watch import Watch
+from deepspeed_distca.config import DistCAConfig
+from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.worth import PlanOptions
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which ranks share attention.
+
+    Attributes:
+        groups: global ranks of every group of servers.
+        agreeing: global ranks of every group of ranks that tell each other their micro-batches: whole groups of
+            servers.
+        server: this rank's place among its servers.
+        replicas: over how many ranks the engine averages gradients.
+    """
+
+    groups: list[list[int]]
+    agreeing: list[list[int]]
+    server: int
+    replicas: int
+
+    @property
+    def servers(self) -> int:
+        """How many share."""
+        return len(self.groups[0])
+
+
+@dataclass(frozen=True)
+class Built:
+    """A rank's server and what it lives on.
+
+    Attributes:
+        server: plans and computes.
+        everyone: agreement of all ranks, each for itself.
+        exchange: the name of the exchange in use.
+        groups: the process groups, for as long as the server lives.
+    """
+
+    server: AttentionServer
+    everyone: Agreement
+    exchange: str
+    groups: list[dist.ProcessGroup]
+
+
+def build_server(
+    engine: DeepSpeedEngine,
+    config: DistCAConfig,
+    sharing: Sharing,
+    watch: Watch,
+    *,
+    cost: CostModel,
+    options: PlanOptions,
+    windows: Sequence[int | None],
+    common: Sequence[Any],
+    exchange: ExchangeKind | None,
+    nano_batches: NanoBatches = "never",
+) -> Built:
+    """Collective over all ranks.
+
+    Args:
+        windows: of each attention layer of this rank.
+        common: what plans depend on beside the block, the same on all ranks: compared with every micro-batch.
+        exchange: which one is wanted; None: chosen.
+        nano_batches: which micro-batches are divided into two.
+    """
+    timeout, device = timedelta(seconds=config.timeout_seconds), engine.device
+    world = [list(range(dist.get_world_size()))]
+    # First of all: what follows is said and done on groups with a time limit.
+    everyone = agreement_group(world, timeout)
+    watch.cover(everyone)
+    exchanging = exchange_group(sharing.groups, device, timeout)
+    agreeing = everyone if sharing.agreeing == world else agreement_group(sharing.agreeing, timeout)
+    if agreeing is not everyone:
+        watch.cover(agreeing)
+    if device.type == "cuda":
+        # Sets the communicator up while all ranks are here: later calls may involve only some of them.
+        dist.barrier(exchanging, device_ids=[device.index])
+        watch.cover_device(exchanging.abort)
+    else:
+        watch.cover(exchanging)
+    moves = make_exchange(
+        exchange,
+        exchanging,
+        device,
+        timeout=config.timeout_seconds,
+        staging_mib=config.advanced.staging_mib,
+        watch=watch,
+    )
+    print_of_all = fingerprint(*common)
+    server = AttentionServer(
+        agreement=Agreement(agreeing, sharing.servers, print_of_all, watch),
+        exchange=moves,
+        server=sharing.server,
+        cost=cost,
+        options=options,
+        windows=windows,
+        kernel=config.kernel,
+        local_first=config.overlap != "none",
+        accumulation_steps=engine.gradient_accumulation_steps,
+        ranks=sharing.replicas,
+        step=lambda: engine.global_steps,
+        ping_pong=nano_batches,
+        watch=watch,
+    )
+    return Built(server, Agreement(everyone, 1, print_of_all, watch), moves.name, [everyone, exchanging, agreeing])
+
+
+def attention_dtype(engine: DeepSpeedEngine) -> torch.dtype:
+    """Of q, k and v."""
+    if engine.torch_autocast_enabled():
+        return engine.torch_autocast_dtype()
+    return next(engine.module.parameters()).dtype

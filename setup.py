@@ -39,9 +39,13 @@ setup(
             "hypothesis",
             "matplotlib",
             "peft",
+            "psutil",
             "pytest>=8",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
+            # Its interpreter runs the kernels on CPU; PyTorch's CPU builds come without it.
+            "triton; platform_system == 'Linux'",
             "trl",
         ],
     },

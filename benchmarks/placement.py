@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that balancing moves when documents are packed in order, and when their placement is free.
+"""What a layer sends and is predicted to take where the loader's placements store the documents.
 
     python benchmarks/placement.py [--save FILE]
 
 The documents of each batch are the same: those of arXiv 2510.18121's length distributions, packed in order into
-contexts (and cut at their borders), consecutive contexts making up a batch of 65,536 tokens a rank. "In order" lays
-them over the ranks one after another, "head-tail" too, with half a rank's part of a spanning document from its head
-and half from its tail; "whole" and "free" are the loader's placements. Each is then balanced by the scheduler to
-the same tolerance, 0.02, cost in query-key pairs; 4 query heads, 1 key/value head of 128, bf16; up to 10 batches, as
-many as the documents last for, and their means. Bytes are by rank and layer. "Forward" is the dispatch of q, k and v:
-the mean over ranks, and the worst rank, the larger of what it sends and receives. "Step" is the mean of all that
-moves in forward and backward: with out, lse and the gradients. Keys that a rank needs for its own queries of a
-spanning document count. "Queries" are the rows computed elsewhere than at home, by rank.
+contexts (and cut at their borders), consecutive contexts making up a batch. Each placement is then planned as on GPUs,
+for a layer of Llama-3-8B's width. "Before" and "planned" are the largest over the mean load of attention, forward and
+backward. MiB is what a rank sends and receives for a layer in forward and backward: the mean of what is sent, and the
+largest of either. "Layer" is predicted, not measured: attention with its transfers and the linear work of a layer's
+forward and backward, with links of an H200's NVLink and with 50 GB/s between all ranks. Means over the batches; the
+last column is CPU time of `place()` for a batch.
 """
 
 from __future__ import annotations
@@ -19,23 +17,28 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
-import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 from workloads.sampling import layouts
 
-from deepspeed_distca.data.global_loader.placement import place
+from deepspeed_distca.data.global_loader.placement import PLACEMENTS, place
+from deepspeed_distca.defaults import GRANULARITY, MIN_GAIN, TOLERANCE
 from deepspeed_distca.layout import DOCUMENT, LENGTH, Layout
-from deepspeed_distca.scheduler import CostModel, Heads, balance
-from deepspeed_distca.scheduler.traffic import traffic
+from deepspeed_distca.plan_options import linear_flops
+from deepspeed_distca.scheduler import CostModel
+from deepspeed_distca.scheduler.cost_model import PHASES
+from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.worth import PlanOptions, Worth
 
-TOKENS, BATCHES, TOLERANCE = 65536, 10, 0.02
-HEADS = Heads(query=4, key_value=1, head_dim=128)
-COST = CostModel.area(HEADS)
-MIB = 2**20
+MODEL = SimpleNamespace(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+OPTIONS = PlanOptions(TOLERANCE, GRANULARITY, min_gain=MIN_GAIN, linear_flops=linear_flops(MODEL))
+NVLINK = CostModel.fitted()
+NETWORK = replace(NVLINK, bytes_per_second=50 * 10**9)
 
 
 class Case(NamedTuple):
@@ -43,68 +46,45 @@ class Case(NamedTuple):
 
     name: str
     context: int
-    servers: int
+    tokens: int  # of a rank
+    ranks: int
     shuffle: int | None
+    batches: int
 
 
 CASES = (
-    Case("pretrain", 131072, 2, 1),
-    Case("prolong", 131072, 2, 1),
-    Case("pretrain", 131072, 8, None),
-    Case("pretrain", 131072, 8, 1),
-    Case("pretrain", 131072, 64, None),
-    Case("pretrain", 524288, 32, None),
-    Case("prolong", 131072, 8, None),
-    Case("prolong", 131072, 8, 1),
-    Case("prolong", 131072, 64, 1),
-    Case("prolong", 524288, 32, 1),
+    Case("pretrain", 131072, 65536, 8, None, 4),
+    Case("pretrain", 131072, 65536, 8, 1, 4),
+    Case("prolong", 131072, 65536, 8, 1, 4),
+    Case("pretrain", 131072, 131072, 8, 1, 4),
+    Case("prolong", 131072, 131072, 8, 1, 4),
+    Case("pretrain", 131072, 65536, 16, 1, 3),
+    Case("prolong", 131072, 65536, 16, 1, 3),
+    Case("pretrain", 131072, 131072, 32, 1, 2),
+    Case("prolong", 131072, 131072, 32, 1, 1),
+    Case("pretrain", 131072, 65536, 64, 1, 2),
+    Case("prolong", 131072, 65536, 64, 1, 1),
+    Case("pretrain", 524288, 65536, 64, 1, 1),
+    Case("prolong", 524288, 65536, 64, 1, 1),
 )
-
 COLUMNS = (
-    "documents",
-    "ranks",
-    "batches",
-    "placement",
-    "balance before",
-    "balance",
-    "forward mean MiB",
-    "worst MiB",
-    "step MiB",
-    "queries",
-    "place() ms",
+    *("documents", "tokens", "ranks", "placement", "before", "planned", "MiB, mean", "MiB, worst"),
+    *("layer ms, NVLink", "layer ms, 50 GB/s", "place() ms"),
 )
 
 
-class Result(NamedTuple):
-    """One batch under one placement."""
-
-    before: float
-    after: float
-    mean: float
-    worst: float
-    step: float
-    queries: float
-    place_ms: float
-
-
-def measure(layout: Layout, place_ms: float) -> Result:
-    """Balances a layout and counts what moves."""
-    tasks = balance(layout, COST, tolerance=TOLERANCE)
-    rows = traffic(layout, tasks)
-    forward = rows.dispatch_bytes(HEADS)
-    step = sum(
-        (rows.dispatch_bytes(HEADS, phase) + rows.return_bytes(HEADS, phase)).sum()
-        for phase in ("forward", "backward")
-    )
-    return Result(
-        before=tasks.balance_before,
-        after=tasks.balance,
-        mean=forward.sum() / layout.num_ranks / MIB,
-        worst=max(forward.sum(axis=0).max(), forward.sum(axis=1).max()) / MIB,
-        step=step / layout.num_ranks / MIB,
-        queries=rows.q_rows.sum() / layout.num_ranks,
-        place_ms=place_ms,
-    )
+def planned(layout: Layout, cost: CostModel) -> np.ndarray:
+    """Before, planned, MiB, MiB of the worst rank, and milliseconds of a layer."""
+    found = np.zeros(5)
+    for phase in PHASES:
+        worth = Worth(layout, None, phase, cost, OPTIONS, early=True)
+        tasks, compiler = worth.spread(PlanCompiler(layout, worth.home.rows))
+        flow = sum(compiler.bytes_between(cost.heads, phase)) / 2**20
+        loads = (tasks.loads_before, tasks.loads)
+        seconds = worth.whole - worth.before + worth.seconds(compiler)
+        worst = max(flow.sum(0).max(), flow.sum(1).max())
+        found += [*(n.max() / n.mean() / 2 for n in loads), flow.sum() / layout.num_ranks, worst, seconds * 1e3]
+    return found
 
 
 def document_lengths(layout: Layout) -> list[int]:
@@ -115,63 +95,35 @@ def document_lengths(layout: Layout) -> list[int]:
 
 
 def compare(case: Case) -> list[list[str]]:
-    """The lines of one kind of batches, and a check that free placement never moves more where it cuts documents."""
-    results: dict[str, list[Result]] = {"in order": [], "head-tail": [], "whole": [], "free": []}
-    options = dict(context=case.context, servers=case.servers, tokens=TOKENS, batches=BATCHES, shuffle=case.shuffle)
-    for layout in layouts(case.name, **options):
-        lengths, budgets = document_lengths(layout), layout.tokens.tolist()
-        for (name, found), placement in zip(
-            results.items(), ("contiguous", "head_tail", "whole", "free"), strict=True
-        ):
-            start = time.perf_counter()
-            placed = place(lengths, budgets, placement=placement, cost=COST, tolerance=TOLERANCE)
-            found.append(measure(placed, (time.perf_counter() - start) * 1e3))
-            if placed.tokens.tolist() != budgets or document_lengths(placed) != lengths:
-                raise AssertionError(f"{name}: another batch")
-        if len(placed.segments) > len(lengths) and results["free"][-1].step > results["in order"][-1].step:
-            raise AssertionError(f"{case}: free placement moves more")
+    """The lines of one kind of batches."""
+    options = dict(context=case.context, servers=case.ranks, tokens=case.tokens, batches=case.batches)
+    batches = [document_lengths(layout) for layout in layouts(case.name, shuffle=case.shuffle, **options)]
     title = f"{case.name} {case.context // 1024}K" + (", shuffled" if case.shuffle is not None else "")
     lines = []
-    for name, found in results.items():
-        mean = Result(*np.mean(found, axis=0))
-        lines.append(
-            [
-                title,
-                str(case.servers),
-                str(len(found)),
-                name,
-                f"{mean.before:.2f}",
-                f"{max(r.after for r in found):.3f}",
-                f"{mean.mean:.1f}",
-                f"{mean.worst:.1f}",
-                f"{mean.step:.1f}",
-                f"{mean.queries:.0f}",
-                f"{mean.place_ms:.0f}",
-            ]
-        )
+    for placement in PLACEMENTS:
+        start = time.process_time()
+        placed = [place(lengths, [case.tokens] * case.ranks, placement=placement) for lengths in batches]
+        ms = (time.process_time() - start) / len(batches) * 1e3
+        near, far = (np.mean([planned(layout, cost) for layout in placed], axis=0) for cost in (NVLINK, NETWORK))
+        numbers = f"{near[0]:.2f}", f"{near[1]:.3f}", *(f"{n:.0f}" for n in near[2:4])
+        times = f"{near[4]:.1f}", f"{far[4]:.1f}", f"{ms:.0f}"
+        lines.append([title, f"{case.tokens // 1024}K", str(case.ranks), placement, *numbers, *times])
+        print(" | ".join(lines[-1]), flush=True)
     return lines
 
 
-def table(rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [list(COLUMNS), ["---"] * len(COLUMNS), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the table and how it was made to a file")
-    arguments = parser.parse_args()
-    printed = table([line for case in CASES for line in compare(case)])
-    print(printed)
-    if arguments.save:
-        about = " ".join(__doc__.split("\n\n", 2)[2].split())
-        where = f"{datetime.date.today()}, Python {platform.python_version()}, NumPy {np.__version__}"
-        arguments.save.write_text(
-            f"# Placement\n\n`python benchmarks/placement.py`, {where}.\n\n{printed}\n\n{about}\n"
-        )
-    return 0
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", type=Path, help="the report in Markdown")
+    args = parser.parse_args()
+    print(" | ".join(COLUMNS))
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *(line for case in CASES for line in compare(case))]
+    if args.save:
+        date = datetime.date.today().isoformat()
+        about = f"Written by `benchmarks/placement.py` on {date}, Python {platform.python_version()}, computed."
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        args.save.write_text(f"{about}\n\n{__doc__.split('FILE]')[1].strip()}\n\n{table}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,7 +6,6 @@ Plain NumPy, no torch: the scheduler, the collator, the command line and the run
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +29,9 @@ class Segment(NamedTuple):
 #: Columns of ``Layout.segments``.
 RANK, DOCUMENT, START, LENGTH = range(4)
 
+#: Columns of ``Layout.pieces``.
+PIECE_DOCUMENT, PIECE_START, PIECE_END, PIECE_RANK = range(4)
+
 #: Tokens of a layout, which floats still count exactly and whose sums stay in int64.
 MAX_TOKENS = 2**53
 
@@ -39,18 +41,21 @@ class Layout:
 
     Attributes:
         segments: int64 [num_segments, 4], columns (rank, document, start, length), ordered by rank and,
-            within a rank, by storage: the rows of a rank's q, k and v are its segments one after another.
+            within a rank, by storage: the rows of a rank's q, k and v are its segments one after another. Read-only.
         num_ranks: how many ranks there are; a rank may have no segment.
 
     Document ids are global: the same id on two ranks is one document. Every document must be there from
     position 0 to its end exactly once, which :meth:`validate` checks.
     """
 
-    __slots__ = ("num_ranks", "segments")
+    __slots__ = ("_order", "_pieces", "num_ranks", "segments")
 
     def __init__(self, segments: np.ndarray, num_ranks: int) -> None:
-        self.segments = np.ascontiguousarray(_int64(segments, "segments")).reshape(-1, 4)
+        self.segments = np.ascontiguousarray(_int64(segments, "segments")).reshape(-1, 4).view()
+        self.segments.flags.writeable = False  # the two below are made of them once
         self.num_ranks = int(num_ranks)
+        self._order: np.ndarray | None = None
+        self._pieces: np.ndarray | None = None
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[Iterable[Segment | Sequence[int] | Mapping[str, int]]]) -> Layout:
@@ -71,17 +76,21 @@ class Layout:
             raise LayoutError("a document, start or length is too large for a 64-bit integer") from error
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[Sequence[int]]) -> Layout:
+    def from_lengths(cls, lengths: Sequence[Sequence[int] | np.ndarray]) -> Layout:
         """From the lengths of whole documents on each rank, numbered in order over all ranks.
 
         Raises:
             LayoutError: a length that is no integer.
         """
-        ranks, document = [], 0
-        for row in lengths:
-            ranks.append([Segment(document + i, 0, _index(length)) for i, length in enumerate(row)])
-            document += len(ranks[-1])
-        return cls.from_ranks(ranks)
+        rows = [_int64(row, "lengths") for row in lengths]
+        if any(row.ndim != 1 for row in rows):
+            raise LayoutError(f"lengths must be a list of integers for each rank, got {shown(lengths)}")
+        counts = [len(row) for row in rows]
+        segments = np.zeros((sum(counts), 4), dtype=np.int64)
+        segments[:, RANK] = np.repeat(np.arange(len(rows)), counts)
+        segments[:, DOCUMENT] = np.arange(len(segments))
+        segments[:, LENGTH] = np.concatenate(rows) if rows else 0
+        return cls(segments, len(rows))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | np.ndarray) -> Layout:
@@ -93,7 +102,8 @@ class Layout:
         cu = _int64(cu_seqlens, "cu_seqlens").ravel()
         if cu.size == 0 or cu[0] != 0 or (np.diff(cu) < 0).any():
             raise LayoutError(f"cu_seqlens must start at 0 and never decrease, got {cu.tolist()[:16]}")
-        return cls.from_lengths([[n for n in np.diff(cu).tolist() if n > 0]])
+        lengths = np.diff(cu)
+        return cls.from_lengths([lengths[lengths > 0]])
 
     @classmethod
     def from_position_ids(cls, position_ids: np.ndarray) -> Layout:
@@ -164,8 +174,8 @@ class Layout:
             )
         if float(s[:, LENGTH].sum(dtype=np.float64)) > MAX_TOKENS or int(s[:, START].max()) > MAX_TOKENS:
             raise LayoutError(f"the documents are too long: a layout may have {MAX_TOKENS} tokens in all")
-        order = np.lexsort((s[:, START], s[:, DOCUMENT]))
-        document, start, end = s[order, DOCUMENT], s[order, START], s[order, START] + s[order, LENGTH]
+        s = s[self.order]
+        document, start, end = s[:, DOCUMENT], s[:, START], s[:, START] + s[:, LENGTH]
         expected = np.zeros_like(start)
         same = document[1:] == document[:-1]
         expected[1:][same] = end[:-1][same]
@@ -194,6 +204,25 @@ class Layout:
     def rank(self, rank: int) -> list[Segment]:
         """The segments of one rank in storage order."""
         return [Segment(*map(int, row[1:])) for row in self.segments[self.segments[:, RANK] == rank]]
+
+    @property
+    def order(self) -> np.ndarray:
+        """Indices that sort ``segments`` by (document, start), int64 [num_segments]."""
+        if self._order is None:
+            self._order = sort_rows(self.segments[:, DOCUMENT], self.segments[:, START])
+        return self._order
+
+    @property
+    def pieces(self) -> np.ndarray:
+        """The longest contiguous ranges of each document on one rank, whether or not they lie side by side in storage.
+
+        int64 [num_pieces, 4], columns (document, start, end, rank), sorted by (document, start).
+        """
+        if self._pieces is None:
+            rank, document, start, length = self.segments[self.order].T
+            self._pieces = join_ranges(np.stack([document, start, start + length, rank], axis=1))
+            self._pieces.flags.writeable = False
+        return self._pieces
 
     @property
     def tokens(self) -> np.ndarray:
@@ -238,11 +267,26 @@ def _int64(values: Any, name: str) -> np.ndarray:
     return given.astype(np.int64, copy=False)
 
 
-def _index(length: Any) -> int:
-    try:
-        return int(operator.index(length))
-    except TypeError as error:
-        raise LayoutError(f"lengths must be integers, got {shown(length)}") from error
+def sort_rows(*columns: np.ndarray) -> np.ndarray:
+    """Indices that sort rows by their columns, the first one first; equal rows stay in order. Rows that are sorted, as
+    most are, are looked at once."""
+    ahead = np.zeros(max(0, len(columns[0]) - 1), dtype=bool)  # of the row before, by an earlier column
+    for column in columns:
+        if (~ahead & (column[1:] < column[:-1])).any():
+            return np.lexsort(columns[::-1])
+        ahead |= column[1:] > column[:-1]
+    return np.arange(len(columns[0]))
+
+
+def join_ranges(ranges: np.ndarray) -> np.ndarray:
+    """Ranges [n, 4] (document, start, end, rank), of which those that follow on each other in one document at one rank
+    become one."""
+    document, start, end, rank = ranges.T
+    joined = (document[1:] == document[:-1]) & (rank[1:] == rank[:-1]) & (start[1:] == end[:-1])
+    if not joined.any():
+        return ranges
+    first, last = np.append(True, ~joined), np.append(~joined, True)
+    return np.stack([document[first], start[first], end[last], rank[first]], axis=1)
 
 
 def _segment_values(segment: Any, where: str) -> tuple[int, int, int]:

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test shares: its marks, CPU settings for DeepSpeed, and no litter in shared memory.
+"""What every test shares: marks, what runs beside what, CPU settings for DeepSpeed, no litter in shared memory.
 
 The time limit of each test is pytest-timeout's, set in pyproject.toml.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 import pytest
+
+# One thread each, here and in the processes that tests start: there are more of these than cores, tensors are small,
+# and threads that wait for each other spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():
@@ -20,13 +28,31 @@ if not torch.cuda.is_available():
 # Nothing is fetched: a test that names a model of the hub by mistake fails at once instead of waiting for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+#: Functions that start processes.
+STARTERS = {("tests.distributed.harness", name) for name in ("run_ranks", "run_program", "forking")}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked `slow` too")
+    parser.addoption("--quick", action="store_true", help="of the tests marked `ranks` run those marked `quick` alone")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is no CUDA device, and those marked `slow` unless they are asked for."""
+    """Marks tests that start processes as `ranks`, and leaves out what is not to run."""
+    starts: dict[Any, bool] = {}
+    for item in items:
+        if any(_starts(function, starts) for function in _functions(item)):
+            item.add_marker(pytest.mark.ranks)
+        if any(fixture.scope == "module" for fixture in _fixtures(item)):
+            # pytest-xdist: in one worker, since the fixture is made once in each.
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+    if config.getoption("--quick"):
+        left_out = {i for i in items if i.get_closest_marker("ranks") and not i.get_closest_marker("quick")}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+    if hasattr(config, "workerinput"):  # of pytest-xdist: what takes long is begun first
+        items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA device"
@@ -36,6 +62,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _fixtures(item: pytest.Item) -> list[Any]:
+    """The definitions of a test's own fixtures, not those of this file."""
+    definitions = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+    return [each[-1] for each in definitions if each[-1].baseid.endswith(".py")]
+
+
+def _functions(item: pytest.Item) -> list[Any]:
+    return [getattr(item, "function", None), *(fixture.func for fixture in _fixtures(item))]
+
+
+def _starts(function: Any, known: dict[Any, bool]) -> bool:
+    """Whether a function of the tests starts processes, itself or by another one that it names."""
+    function = inspect.unwrap(function) if callable(function) else function
+    place = getattr(function, "__module__", None) or "", getattr(function, "__name__", "")
+    if place in STARTERS:
+        return True
+    if not inspect.isfunction(function) or not place[0].startswith("tests."):
+        return False
+    if function not in known:
+        known[function] = False  # while it is looked at
+        named = (function.__globals__.get(name) for name in _names(function.__code__))
+        known[function] = any(_starts(other, known) for other in named)
+    return known[function]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 @pytest.fixture(scope="session", autouse=True)

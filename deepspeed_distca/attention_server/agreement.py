@@ -202,7 +202,7 @@ class Agreement:
         if self._servers == 1 or gathered[self._rank, 2] > 1:
             layout = micro_batch.layout
         else:
-            layout = Layout.from_lengths([row.tolist() for row in self._rows(gathered, lengths)[group]])
+            layout = Layout.from_lengths(self._rows(gathered, lengths)[group])
         self._compare_tokens(gathered[:, 8])
         targets, steps = (gathered[:, column].tolist() for column in (4, 5))
         step_targets = None if min(steps) < 0 else sum(steps)

@@ -26,28 +26,15 @@ import numpy as np
 
 from deepspeed_distca.defaults import GRANULARITY, TOLERANCE
 from deepspeed_distca.given import integer, number
-from deepspeed_distca.layout import MAX_TOKENS, Layout
+from deepspeed_distca.layout import MAX_TOKENS, PIECE_DOCUMENT, PIECE_END, PIECE_RANK, PIECE_START, Layout
 from deepspeed_distca.scheduler.cost_model import MAX_COST, UNITS_PER_SECOND, CostModel, Phase, key_start
 from deepspeed_distca.scheduler.cuts import Cuts, costliest_shard
 from deepspeed_distca.scheduler.dealing import Dealing
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.holdings import Holdings
+from deepspeed_distca.scheduler.holdings import number_documents
 from deepspeed_distca.scheduler.moves import Moves
 from deepspeed_distca.scheduler.shares import MAX_TOLERANCE, Shares
-from deepspeed_distca.scheduler.tasks import (
-    K_START,
-    PIECE_DOCUMENT,
-    PIECE_END,
-    PIECE_RANK,
-    PIECE_START,
-    Q_END,
-    Q_START,
-    SERVER,
-    Tasks,
-    home_pieces,
-    home_tasks,
-    task_rows,
-)
+from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks, task_rows
 from deepspeed_distca.scheduler.traffic import rows_between
 
 __all__ = ["Tasks", "balance", "home_tasks"]
@@ -74,7 +61,7 @@ def balance(
 
     A pure function of its arguments. Where loads are within the tolerance already, every row is computed at its home.
     Otherwise the bound holds wherever cuts allow it: no load exceeds (1 + tolerance) times the server's share of the
-    plan's own total, or its share plus the costliest shard, if that is more (``bounds.promised``). A shard is a range
+    plan's own total, or its share plus the costliest shard, if that is more (``Shares.promised``). A shard is a range
     that no cut divides: as `min_shard_tokens` rows are neither cut off nor left over, and cuts lie at multiples of
     `granularity`, that is up to 2 * min_shard_tokens + granularity rows. With a cap on received rows nothing is
     promised of loads.
@@ -110,7 +97,7 @@ def balance(
     layout.validate()
     num_ranks = layout.num_ranks
     shares = Shares(server_weights, num_ranks, tolerance)
-    pieces = home_pieces(layout)
+    pieces = layout.pieces
     start, end = pieces[:, PIECE_START], pieces[:, PIECE_END]
     costs = cost.cost(start, end, key_start(start, window), window, phase)
     _check_total(costs)
@@ -119,12 +106,14 @@ def balance(
     if shares.are_kept(loads):
         return Tasks(task_rows(pieces, window), before, before)
 
-    cuts = Cuts(terms, window, granularity)
+    cuts, documents = Cuts(terms, window, granularity), number_documents(pieces)
     common = dict(
         pieces=pieces,
         costs=costs,
+        documents=documents,
         shares=shares,
         cuts=cuts,
+        window=window,
         shard=shard,
         row_costs=_row_costs(heads or cost.heads, phase, cost.bytes_per_second),
         max_received_rows=max_received_rows,
@@ -138,13 +127,7 @@ def balance(
         return Tasks(rows, _sum_by(rows[:, SERVER], costs, num_ranks), before)
 
     def attempt(assumed_total: int) -> Tasks:
-        moves = Moves(
-            loads=loads.copy(),
-            holdings=Holdings(pieces, window),
-            received_rows=received.copy(),
-            assumed_total=assumed_total,
-            **common,
-        )
+        moves = Moves(loads=loads.copy(), received_rows=received.copy(), assumed_total=assumed_total, **common)
         return tasks_of(moves.run())
 
     best = attempt(0)
@@ -160,7 +143,7 @@ def balance(
     most = shares.promised(sum(reached), costliest_shard(terms, pieces, window, granularity, shard))
     if all(load <= bound for load, bound in zip(reached, most, strict=True)):
         return best
-    dealing = Dealing(pieces, costs, num_ranks, cuts, shard)
+    dealing = Dealing(pieces, costs, documents, num_ranks, cuts, shard)
     dealt = [tasks_of(dealing.lowest(shares, least, whole=whole)) for whole in (False, True)]
     return min(best, *dealt, key=lambda tasks: shares.total_at(tasks.loads.tolist()))
 

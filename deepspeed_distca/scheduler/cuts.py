@@ -7,8 +7,8 @@ from math import isqrt
 
 import numpy as np
 
+from deepspeed_distca.layout import PIECE_END, PIECE_START
 from deepspeed_distca.scheduler.cost_model import PhaseCost, key_start
-from deepspeed_distca.scheduler.tasks import PIECE_END, PIECE_START
 
 
 class Cuts:
@@ -91,7 +91,7 @@ def costliest_shard(cost: PhaseCost, pieces: np.ndarray, window: int | None, gra
     which two parts of at least `shard` rows, cut at a multiple of the granularity, cannot always be made.
 
     Args:
-        pieces: see ``home_pieces``.
+        pieces: see ``Layout.pieces``.
     """
     if not len(pieces):
         return 0

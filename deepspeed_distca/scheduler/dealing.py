@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepspeed_distca.scheduler.cuts import Cuts
-from deepspeed_distca.scheduler.holdings import number_documents
+from deepspeed_distca.scheduler.holdings import Documents
 from deepspeed_distca.scheduler.shares import Shares
 
 #: A query range (cost, document, start, end), with what it costs as one task.
@@ -29,25 +29,26 @@ _PARTS = 2**16
 class Dealing:
     """The pieces of a layout, to be dealt out under limits."""
 
-    def __init__(self, pieces: np.ndarray, costs: np.ndarray, num_ranks: int, cuts: Cuts, shard: int) -> None:
+    def __init__(
+        self, pieces: np.ndarray, costs: np.ndarray, documents: Documents, num_ranks: int, cuts: Cuts, shard: int
+    ) -> None:
         """Args:
-        pieces, costs: ``home_pieces`` and what each costs as one task.
+        pieces, costs: ``Layout.pieces`` and what each costs as one task.
+        documents: how they are numbered.
         num_ranks: how many servers there are.
         cuts: the cost of a query range, and where to cut.
         shard: the fewest query rows that are cut off or left over.
         """
         self._cuts, self._shard = cuts, shard
-        # Documents go by where they lie, not by their ids.
-        numbers, self._ids, _ = number_documents(pieces)
-        count = np.bincount(numbers, minlength=1)[numbers]
+        self._ids, numbers = documents.ids.tolist(), documents.of_piece.tolist()
         self._own: list[list[_Range]] = [[] for _ in range(num_ranks)]
         self._whole: list[list[_Range]] = [[] for _ in range(num_ranks)]
         self._parts: list[_Range] = []
-        columns = costs.tolist(), numbers.tolist(), count.tolist(), pieces.tolist()
-        for cost, document, several, (_, start, end, rank) in sorted(zip(*columns, strict=True)):
+        columns = costs.tolist(), numbers, pieces.tolist()
+        for cost, document, (_, start, end, rank) in sorted(zip(*columns, strict=True)):
             part = cost, document, start, end
             self._own[rank].append(part)
-            (self._parts if several > 1 else self._whole[rank]).append(part)
+            (self._parts if document in documents.several else self._whole[rank]).append(part)
 
     def lowest(self, shares: Shares, low: int, *, whole: bool) -> np.ndarray:
         """All query ranges under the lowest limits that were found to hold them.

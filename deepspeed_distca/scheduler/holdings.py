@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from deepspeed_distca.layout import PIECE_DOCUMENT, PIECE_END, PIECE_RANK, PIECE_START
 from deepspeed_distca.scheduler.cost_model import key_start
-from deepspeed_distca.scheduler.tasks import PIECE_DOCUMENT, PIECE_END, PIECE_RANK, PIECE_START
 
 
 class Holdings:
@@ -15,15 +17,13 @@ class Holdings:
     Documents go by numbers that only their geometry decides, not by their ids.
     """
 
-    def __init__(self, pieces: np.ndarray, window: int | None) -> None:
+    def __init__(self, pieces: np.ndarray, documents: Documents, window: int | None) -> None:
         """Args:
-        pieces: see ``home_pieces``.
+        pieces: see ``Layout.pieces``.
+        documents: how they are numbered.
         window: keys a query sees, or None.
         """
-        self._window = window
-        #: The number of each piece's document [num_pieces], and the id of each number.
-        self.document, self.ids, self._first = number_documents(pieces)
-        self._pieces = pieces.tolist()
+        self._pieces, self._documents, self._window = pieces, documents, window
         # A document's state is made when it is first asked for: most documents stay where they are.
         self._homes: dict[int, list[int]] = {}
         self._servers: dict[int, list[int]] = {}
@@ -34,35 +34,36 @@ class Holdings:
         self._begins: dict[tuple[int, int], int] = {}
 
     def is_whole(self, document: int) -> bool:
-        """The document is one piece, and neither moved nor asked for yet."""
-        i = self._first[document]
-        if document in self._homes:
-            return False
-        return i + 1 == len(self._pieces) or self._pieces[i + 1][PIECE_DOCUMENT] != self._pieces[i][PIECE_DOCUMENT]
+        """The document is one piece, of which nothing moved, and its state was not needed yet."""
+        return document not in self._homes and document not in self._documents.several
 
     def homes(self, document: int) -> list[int]:
         """The ranks that store rows of a document, by position."""
         if document not in self._homes:
+            if document not in self._documents.several:
+                return [self._home(document)]
             self._enter(document)
         return self._homes[document]
 
     def servers(self, document: int) -> list[int]:
         """The servers that compute or once computed some of a document, in order of arrival."""
-        if document not in self._homes:
-            self._enter(document)
-        return self._servers[document]
+        return self._servers[document] if document in self._homes else self.homes(document)
 
     def touches(self, document: int, server: int, start: int, end: int) -> tuple[bool, bool]:
         """Whether the server computes queries that end where [start, end) begins, and that begin where it ends."""
         if document not in self._homes:
+            if document not in self._documents.several and server != self._home(document):
+                return False, False
             self._enter(document)
         return self._ends.get((document, start)) == server, self._begins.get((document, end)) == server
 
     def missing(self, document: int, server: int, start: int, end: int) -> int:
         """Key/value rows that queries [start, end) need and the server neither stores nor receives so far."""
+        low = 0 if self._window is None else key_start(start, self._window)
         if document not in self._homes:
+            if document not in self._documents.several and server != self._home(document):
+                return end - low
             self._enter(document)
-        low = key_start(start, self._window)
         held = self._keys.get((document, server))
         if held is None:
             return end - low
@@ -72,6 +73,8 @@ class Holdings:
 
     def move(self, document: int, giver: int, start: int, end: int, a: int, b: int, server: int) -> None:
         """Of queries [start, end), which `giver` computes, `server` computes [a, b) from now on."""
+        if document not in self._homes:
+            self._enter(document)
         if a > start:
             self._ends[document, a] = giver
         if b < end:
@@ -91,25 +94,41 @@ class Holdings:
         else:
             held.append((low, end))
 
+    def _home(self, document: int) -> int:
+        """The rank of a document's first piece."""
+        return int(self._pieces[self._documents.first[document], PIECE_RANK])
+
     def _enter(self, document: int) -> None:
         homes = self._homes[document] = []
         self._servers[document] = []
-        i = self._first[document]
-        name = self._pieces[i][PIECE_DOCUMENT]
-        while i < len(self._pieces) and self._pieces[i][PIECE_DOCUMENT] == name:
-            start, end, rank = (self._pieces[i][c] for c in (PIECE_START, PIECE_END, PIECE_RANK))
+        first, count = int(self._documents.first[document]), self._documents.several.get(document, 1)
+        for _, start, end, rank in self._pieces[first : first + count].tolist():
             self._stored.setdefault((document, rank), []).append((start, end))
             self._compute(document, rank, start, end)
             if rank not in homes:
                 homes.append(rank)
-            i += 1
 
 
-def number_documents(pieces: np.ndarray) -> tuple[np.ndarray, list[int], list[int]]:
+class Documents(NamedTuple):
+    """Documents by the numbers of :func:`number_documents`.
+
+    Attributes:
+        of_piece: int64 [num_pieces], the number of each piece's document.
+        ids, first: int64 [num_documents], its id and the index of its first piece.
+        several: how many pieces those have that have more than one.
+    """
+
+    of_piece: np.ndarray
+    ids: np.ndarray
+    first: np.ndarray
+    several: dict[int, int]
+
+
+def number_documents(pieces: np.ndarray) -> Documents:
     """Numbers documents by where they lie: by the rank of their first piece, length, and all pieces.
 
-    Returns:
-        The number of each piece's document [num_pieces]; the id, and the index of the first piece, of each number.
+    Args:
+        pieces: see ``Layout.pieces``.
     """
     document = pieces[:, PIECE_DOCUMENT]
     first = np.flatnonzero(np.append(True, document[1:] != document[:-1]))
@@ -123,7 +142,8 @@ def number_documents(pieces: np.ndarray) -> tuple[np.ndarray, list[int], list[in
     order = np.lexsort((tie, length, pieces[first, PIECE_RANK]))
     number = np.empty(len(first), dtype=np.int64)
     number[order] = np.arange(len(first))
-    return np.repeat(number, count), document[first[order]].tolist(), first[order].tolist()
+    counts = dict(zip(number[several].tolist(), count[several].tolist(), strict=True))
+    return Documents(np.repeat(number, count), document[first[order]], first[order], counts)
 
 
 def _uncovered(low: int, high: int, ranges: list[tuple[int, int]]) -> int:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deepspeed_distca.layout import PIECE_RANK
 from deepspeed_distca.scheduler.cuts import Cuts
-from deepspeed_distca.scheduler.holdings import Holdings
+from deepspeed_distca.scheduler.holdings import Documents, Holdings
 from deepspeed_distca.scheduler.shares import Shares
-from deepspeed_distca.scheduler.tasks import PIECE_RANK
 
 #: How many of a rank's largest pieces are looked at for each move. Smaller ones carry less work per byte.
 _LOOK_AT = 6
@@ -31,13 +31,9 @@ _HOLDERS = 4
 _LEVELLING = 8
 
 
-class Piece(NamedTuple):
-    """Queries [start, end) of a document that their home still computes; pieces sort by cost."""
-
-    cost: int
-    document: int
-    start: int
-    end: int
+#: Queries [start, end) of a document that their home still computes: (cost, document, start, end). Plain tuples, of
+#: which there are many; they sort by cost.
+Piece = tuple[int, int, int, int]
 
 
 class Move(NamedTuple):
@@ -78,10 +74,11 @@ class Moves:
         *,
         pieces: np.ndarray,
         costs: np.ndarray,
+        documents: Documents,
         loads: list[int],
         shares: Shares,
         cuts: Cuts,
-        holdings: Holdings,
+        window: int | None,
         shard: int,
         row_costs: tuple[int, int],
         max_received_rows: int | None,
@@ -89,19 +86,21 @@ class Moves:
         assumed_total: int = 0,
     ) -> None:
         """Args:
-        pieces, costs: ``home_pieces`` and what each costs as one task.
+        pieces, costs: ``Layout.pieces`` and what each costs as one task.
+        documents: how they are numbered.
         loads: of each server, with everything at home.
         shares: who may have how much.
         cuts: the cost of a query range, and where to cut.
-        holdings: of these pieces, fresh.
+        window: keys a query sees, or None.
         shard: the fewest query rows that are cut off or left over.
         row_costs: of transferring a query row, out and back, and a key/value row; in the unit of loads.
         max_received_rows, received_rows: a cap, and what servers receive already.
         assumed_total: limits are shares of this; 0: of the total load, which grows as cuts add to it.
         """
-        self._pieces, self._costs = pieces, costs
+        self._pieces, self._costs, self._documents = pieces, costs, documents
         self._loads, self._total = loads, sum(loads)
-        self._shares, self._cuts, self._holdings, self._shard = shares, cuts, holdings, shard
+        self._shares, self._cuts, self._shard = shares, cuts, shard
+        self._holdings = Holdings(pieces, documents, window)
         self._q_cost, self._kv_cost = row_costs
         self._cap, self._received = max_received_rows, received_rows
         self._assumed_total = assumed_total
@@ -121,10 +120,16 @@ class Moves:
         self._fill(list(self._own), self._shares.least_room)
         self._empty()
         self._level()
-        ids = self._holdings.ids
-        ranges = [(ids[p.document], p.start, p.end, rank) for rank, own in self._own.items() for p in own]
-        ranges += [(ids[document], start, end, server) for document, start, end, server in self._moved]
-        return np.concatenate([self._pieces[~self._is_own], np.array(ranges, dtype=np.int64).reshape(-1, 4)])
+        # Of documents of which nothing moved all pieces are where they were.
+        ids, documents = self._documents.ids, self._documents.of_piece
+        moved = {document for document, _, _, _ in self._moved}
+        changed = np.zeros(len(ids), dtype=bool)
+        changed[list(moved)] = True
+        kept = ~(self._is_own & changed[documents])
+        ranges = [(d, start, end, rank) for rank, own in self._own.items() for _, d, start, end in own if d in moved]
+        ranges = np.array(ranges + self._moved, dtype=np.int64).reshape(-1, 4)
+        ranges[:, 0] = ids[ranges[:, 0]]
+        return np.concatenate([self._pieces[kept], ranges])
 
     def _add_givers(self, ranks: list[int]) -> None:
         """Lets ranks give their own pieces away from now on."""
@@ -132,13 +137,13 @@ class Moves:
         gives[ranks] = True
         rows = np.flatnonzero(gives[self._pieces[:, PIECE_RANK]])
         self._is_own[rows] = True
-        for rank in ranks:
-            self._own[rank] = []
-        columns = self._costs[rows].tolist(), self._holdings.document[rows].tolist(), self._pieces[rows].tolist()
-        for cost, document, (_, start, end, rank) in zip(*columns, strict=True):
-            self._own[rank].append(Piece(cost, document, start, end))
-        for rank in ranks:
-            self._own[rank].sort()
+        _, start, end, rank = self._pieces[rows].T
+        cost, document = self._costs[rows], self._documents.of_piece[rows]
+        order = np.lexsort((start, document, cost, rank))
+        pieces = list(zip(*(column[order].tolist() for column in (cost, document, start, end)), strict=True))
+        borders = np.searchsorted(rank[order], [(r, r + 1) for r in ranks]).tolist()
+        for giver, (first, last) in zip(ranks, borders, strict=True):
+            self._own[giver] = pieces[first:last]
 
     def _over(self, server: int) -> int:
         """By how much a server's load exceeds its limit; negative: its room."""
@@ -162,7 +167,7 @@ class Moves:
         for giver in givers:
             own, over = self._own[giver], self._over(giver)
             if own and over > 0:
-                order.append((-max(over, self._surplus_around(own[-1].document)), -over, giver))
+                order.append((-max(over, self._surplus_around(own[-1][1])), -over, giver))
         for _, _, giver in sorted(order):
             while self._rooms:
                 wanted = self._over(giver)
@@ -175,7 +180,7 @@ class Moves:
                     break  # not even the largest room holds a shard, or the cap forbids it
                 self._take(giver, move)
                 while self._is_open(move.server):
-                    follower, follow = self._follow(move.server, move.piece.document)
+                    follower, follow = self._follow(move.server, move.piece[1])
                     if follow is None:
                         break
                     self._take(follower, follow)
@@ -196,10 +201,10 @@ class Moves:
     def _move_small(self, giver: int, wanted: int) -> bool:
         """Many whole pieces to the largest room at once, where even the largest is small beside it and the surplus."""
         own, (room, minus_server) = self._own[giver], self._rooms[-1]
-        if not own or own[-1].cost * _MANY > min(wanted, room):
+        if not own or own[-1][0] * _MANY > min(wanted, room):
             return False
         server, moved = -minus_server, len(self._moved)
-        while own and own[-1].cost <= self._room[server] and self._over(giver) > 0:
+        while own and own[-1][0] <= self._room[server] and self._over(giver) > 0:
             piece = own[-1]
             cost, document, start, end = piece
             if not self._holdings.is_whole(document):
@@ -232,7 +237,7 @@ class Moves:
         largest = own[-1]
         room, server = rooms[-1][0], -rooms[-1][1]
         # The smallest room that holds what this document's homes have to give, rounded up to a granule.
-        enough = max(wanted, self._surplus_around(largest.document)) + self._cuts.last_granule(*largest[2:])
+        enough = max(wanted, self._surplus_around(largest[1])) + self._cuts.last_granule(*largest[2:])
         if room > enough:
             room, server = rooms[bisect_left(rooms, (enough,))]
             server = -server
@@ -243,7 +248,7 @@ class Moves:
         # Who has the document's keys. A room that is too small for anything else may do for the last remainder.
         least = min(wanted, self._least_room(server, self._total))
         for piece in looked:
-            holders = self._holdings.servers(piece.document)
+            holders = self._holdings.servers(piece[1])
             # Not worth working out for a few. A document on hundreds of servers would take that many looks every time.
             needed = max(least, self._least_fitting(piece)) if len(holders) > _LOOK_AT else least
             for holder in holders:
@@ -278,7 +283,7 @@ class Moves:
             if wanted <= 0:
                 continue
             for piece in self._own[giver][-_LOOK_AT:]:
-                if piece.document == document:
+                if piece[1] == document:
                     found = self._better(best, server, piece, wanted)
                     if found is not best:
                         best, follower = found, giver
@@ -320,15 +325,15 @@ class Moves:
             saved: what the server saves because [a, b) extends a task that it has.
             room: what the move may cost the server; 0 or None: anything.
         """
-        start, end = piece.start, piece.end
+        whole, document, start, end = piece
         if a == start and b == end:
-            relief, cost = piece.cost, piece.cost - saved
+            relief, cost = whole, whole - saved
         else:
-            relief = piece.cost - (self._cuts.cost(b, end) if a == start else self._cuts.cost(start, a))
+            relief = whole - (self._cuts.cost(b, end) if a == start else self._cuts.cost(start, a))
             cost = self._cuts.cost(a, b) - saved
         if relief <= 0 or (room and cost > room):
             return None
-        missing = self._holdings.missing(piece.document, server, a, b)
+        missing = self._holdings.missing(document, server, a, b)
         if not self._may_receive(server, b - a + missing):
             return None
         score = 0
@@ -342,11 +347,9 @@ class Moves:
 
     def _savings(self, server: int, piece: Piece) -> tuple[int, int]:
         """What the piece's head, and its tail, cost less at a server whose tasks they extend."""
-        below, above = self._holdings.touches(piece.document, server, piece.start, piece.end)
-        return (
-            self._cuts.joined(piece.start) if below else 0,
-            self._cuts.joined(piece.end) if above else 0,
-        )
+        _, document, start, end = piece
+        below, above = self._holdings.touches(document, server, start, end)
+        return self._cuts.joined(start) if below else 0, self._cuts.joined(end) if above else 0
 
     def _take(self, giver: int, move: Move) -> None:
         """Carries out a move. The server leaves the list of rooms."""
@@ -356,9 +359,9 @@ class Moves:
         del own[bisect_left(own, piece)]
         for x, y in ((start, a), (b, end)):
             if x < y:
-                part = Piece(cuts.cost(x, y), document, x, y)
-                insort(own, part)
-                cost -= part.cost
+                part = cuts.cost(x, y)
+                insort(own, (part, document, x, y))
+                cost -= part
         # Where the giver computes a neighbour that it got from elsewhere, the two were one task.
         below, above = self._holdings.touches(document, giver, start, end)
         if below and a == start:
@@ -451,20 +454,21 @@ class Moves:
             takers = [min(takers, key=lambda s: loads[s])]
         everyone, best = takers, None
         for piece in self._own[giver][-_LOOK_AT:]:
-            lowest, highest = self._cuts.limits(piece.start, piece.end, self._shard)
-            holders = [s for s in self._holdings.servers(piece.document) if s != giver and weights[s]]
+            _, document, start, end = piece
+            lowest, highest = self._cuts.limits(start, end, self._shard)
+            holders = [s for s in self._holdings.servers(document) if s != giver and weights[s]]
             holders = nsmallest(_HOLDERS, holders, key=lambda s: relative(s, loads[s]))
             if self._cap is None and not self._shares.are_equal:
                 # A fast server may end up less loaded than an emptier slow one: the load with the shard counts.
-                shards = [(piece.start, lowest), (highest, piece.end)] if lowest <= highest else [piece[2:]]
+                shards = [(start, lowest), (highest, end)] if lowest <= highest else [(start, end)]
                 sizes = [self._cuts.cost(a, b) for a, b in shards]
                 takers = [min(everyone, key=lambda s, c=c: relative(s, loads[s] + c)) for c in sizes if everyone]
             for server in dict.fromkeys([*takers, *holders]):
                 below, above = self._savings(server, piece)
                 if lowest <= highest:
-                    ranges = [(piece.start, lowest, below), (highest, piece.end, above)]
+                    ranges = [(start, lowest, below), (highest, end, above)]
                 else:
-                    ranges = [(piece.start, piece.end, below + above)]
+                    ranges = [(start, end, below + above)]
                 for a, b, saved in ranges:
                     move = self._move(None, server, piece, a, b, saved, None)
                     if move is None:

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout
+from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout, sort_rows
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.relays import DEFAULT_RULE, RelayRule, relays
+from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT
 
 #: Columns of a run: the other rank, first row at home, first row in the server's workspace, number of rows. A relayed
 #: run has the row in the relay's workspace in place of the one at home.
 PEER, HOME_ROW, WORK_ROW, ROWS = range(4)
-_TASK_DOCUMENT, _Q_START, _Q_END, _K_START, _SERVER = range(5)
 
 #: Messages between a run's two ends in a layer, by phase: of queries (q, out and lse; q, dout, their statistics and
 #: dq), of keys on their way out (k and v), and of their gradients. The last are of a server with one range of queries.
@@ -113,26 +113,23 @@ class PlanCompiler:
         """
         self._layout = layout
         self._home_rows = layout.tokens
-        # Ids may be any int64: everything below works on 0..n-1, so that products with them stay far from overflow.
-        ids = np.unique(layout.segments[:, DOCUMENT])
-        index = _SegmentIndex(layout, ids)
-        tasks = tasks.copy()
-        tasks[:, _TASK_DOCUMENT] = np.searchsorted(ids, tasks[:, _TASK_DOCUMENT])
-        order = np.lexsort((tasks[:, _Q_START], tasks[:, _TASK_DOCUMENT], tasks[:, _SERVER]))
-        tasks = np.ascontiguousarray(tasks[order], dtype=np.int64)
+        index = _SegmentIndex(layout)
+        tasks = np.array(tasks, dtype=np.int64)
+        tasks[:, TASK_DOCUMENT] = index.number(tasks[:, TASK_DOCUMENT])
+        tasks = tasks[sort_rows(tasks[:, SERVER], tasks[:, TASK_DOCUMENT], tasks[:, Q_START])]
         self._split(index, tasks)
         self._place(index)
         self._kv_source = relays(self._kv_runs, layout.num_ranks, rule)
 
     def _split(self, index: _SegmentIndex, tasks: np.ndarray) -> None:
         """Which tasks run in place: keys and queries in one segment of the server's own, the first of its document."""
-        document, k_start, q_end = tasks[:, _TASK_DOCUMENT], tasks[:, _K_START], tasks[:, _Q_END]
+        document, k_start, q_end = tasks[:, TASK_DOCUMENT], tasks[:, K_START], tasks[:, Q_END]
         segment = index.find(document, k_start)
-        in_place = (index.rank[segment] == tasks[:, _SERVER]) & (q_end <= index.end[segment])
+        in_place = (index.rank[segment] == tasks[:, SERVER]) & (q_end <= index.end[segment])
         # A second task over the same document would overlap its keys in backward: it takes the workspace.
         repeated = np.zeros(len(tasks), dtype=bool)
         if len(tasks):
-            key = tasks[:, _SERVER] * (int(document.max()) + 1) + document
+            key = tasks[:, SERVER] * (int(document.max()) + 1) + document
             place = np.flatnonzero(in_place)
             repeated[place[1:]] = key[place[1:]] == key[place[:-1]]
         in_place &= ~repeated
@@ -143,15 +140,15 @@ class PlanCompiler:
     def _place(self, index: _SegmentIndex) -> None:
         """Gives every workspace task its rows and lists the runs that fill the workspaces."""
         t = self._remote
-        server, document = t[:, _SERVER], t[:, _TASK_DOCUMENT]
-        self._q_work = _rows_within(server, t[:, _Q_END] - t[:, _Q_START])
-        which, home, home_row, offset, rows = index.pieces(document, t[:, _Q_START], t[:, _Q_END])
+        server, document = t[:, SERVER], t[:, TASK_DOCUMENT]
+        self._q_work = _rows_within(server, t[:, Q_END] - t[:, Q_START])
+        which, home, home_row, offset, rows = index.pieces(document, t[:, Q_START], t[:, Q_END])
         self._q_runs = np.stack([server[which], home, home_row, self._q_work[which] + offset, rows], axis=1)
 
         # Key/value intervals: the union of the tasks' key ranges for each (server, document). Of ranges that begin
         # together the longest is first, so that without a window the first wave covers all keys.
-        order = np.lexsort((-t[:, _Q_END], t[:, _K_START], document, server))
-        s, d, lo, hi = server[order], document[order], t[order, _K_START], t[order, _Q_END]
+        order = np.lexsort((-t[:, Q_END], t[:, K_START], document, server))
+        s, d, lo, hi = server[order], document[order], t[order, K_START], t[order, Q_END]
         new_group = np.ones(len(t), dtype=bool)
         new_group[1:] = (s[1:] != s[:-1]) | (d[1:] != d[:-1])
         reach = hi.copy()  # the furthest end so far within the group
@@ -233,30 +230,30 @@ class PlanCompiler:
         found = []
         for tasks in (self._local, self._remote):
             load = np.zeros(self._layout.num_ranks, dtype=np.int64)
-            np.add.at(load, tasks[:, _SERVER], cost(tasks[:, _Q_START], tasks[:, _Q_END], tasks[:, _K_START]))
+            np.add.at(load, tasks[:, SERVER], cost(tasks[:, Q_START], tasks[:, Q_END], tasks[:, K_START]))
             found.append(load)
         return found[0], found[1]
 
     def rank(self, rank: int) -> RankPlan:
         """The part of one rank."""
-        mine = self._local[:, _SERVER] == rank
+        mine = self._local[:, SERVER] == rank
         t, shift = self._local[mine], self._local_shift[mine]
         local = TaskRanges(
-            t[:, _Q_START] + shift,
-            t[:, _Q_END] - t[:, _Q_START],
-            t[:, _K_START] + shift,
-            t[:, _Q_END] - t[:, _K_START],
+            t[:, Q_START] + shift,
+            t[:, Q_END] - t[:, Q_START],
+            t[:, K_START] + shift,
+            t[:, Q_END] - t[:, K_START],
         )
         order = np.argsort(local.q_start, kind="stable")
         local = local.take(order)
 
-        mine = self._remote[:, _SERVER] == rank
+        mine = self._remote[:, SERVER] == rank
         t = self._remote[mine]
         remote = TaskRanges(
             self._q_work[mine],
-            t[:, _Q_END] - t[:, _Q_START],
+            t[:, Q_END] - t[:, Q_START],
             self._k_work[mine],
-            t[:, _Q_END] - t[:, _K_START],
+            t[:, Q_END] - t[:, K_START],
         )
         wave = self._wave[mine]
         waves = tuple(np.flatnonzero(wave == w) for w in range(int(wave.max(initial=-1)) + 1))
@@ -284,17 +281,24 @@ class PlanCompiler:
 
 
 class _SegmentIndex:
-    """Finds the segments that hold a range of a document's positions, for many ranges at once. Documents are given by
-    their index in ``ids``, the layout's sorted document ids."""
+    """Finds the segments that hold a range of a document's positions, for many ranges at once. Documents go by numbers
+    0..n-1, in order of their ids: ids may be any int64, and products with them would leave it."""
 
-    def __init__(self, layout: Layout, ids: np.ndarray) -> None:
-        s = layout.segments
-        order = np.lexsort((s[:, START], s[:, DOCUMENT]))
-        self.rank, self.start = s[order, RANK], s[order, START]
-        self.end = self.start + s[order, LENGTH]
-        self.row = layout.rows[order]
+    def __init__(self, layout: Layout) -> None:
+        s = layout.segments[layout.order]
+        self.rank, self.start = s[:, RANK], s[:, START]
+        self.end = self.start + s[:, LENGTH]
+        self.row = layout.rows[layout.order]
+        document = s[:, DOCUMENT]
+        new = np.append(True, document[1:] != document[:-1])[: len(document)]
+        self._ids = document[new]
         self._span = int(self.end.max(initial=0)) + 1
-        self._key = np.searchsorted(ids, s[order, DOCUMENT]) * self._span + self.start
+        self._key = (np.cumsum(new) - 1) * self._span + self.start
+
+    def number(self, ids: np.ndarray) -> np.ndarray:
+        """The numbers of documents."""
+        numbered = len(self._ids) and self._ids[0] == 0 and self._ids[-1] == len(self._ids) - 1
+        return ids if numbered else np.searchsorted(self._ids, ids)
 
     def find(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
         """The segment that holds each position."""

@@ -7,23 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_distca.layout import Layout
+from deepspeed_distca.layout import PIECE_DOCUMENT, PIECE_END, PIECE_RANK, PIECE_START, Layout
 from deepspeed_distca.scheduler.cost_model import Phase
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.plan import PlanCompiler, bytes_of
-from deepspeed_distca.scheduler.tasks import (
-    K_START,
-    PIECE_DOCUMENT,
-    PIECE_END,
-    PIECE_RANK,
-    PIECE_START,
-    Q_END,
-    Q_START,
-    SERVER,
-    TASK_DOCUMENT,
-    Tasks,
-    home_pieces,
-)
+from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks
 
 
 class Traffic(NamedTuple):
@@ -59,7 +47,7 @@ class Traffic(NamedTuple):
 def traffic(layout: Layout, tasks: Tasks | np.ndarray) -> Traffic:
     """What tasks (or their rows) make ranks send."""
     rows = tasks.rows if isinstance(tasks, Tasks) else tasks
-    q, kv = rows_between(home_pieces(layout), rows, layout.num_ranks)
+    q, kv = rows_between(layout.pieces, rows, layout.num_ranks)
     np.fill_diagonal(q, 0)
     np.fill_diagonal(kv, 0)
     dispatched = kv.copy()
@@ -73,7 +61,7 @@ def rows_between(pieces: np.ndarray, rows: np.ndarray, num_ranks: int) -> tuple[
     """Query rows and distinct key/value rows that servers need, by home: int64 [home, server] each, diagonal and all.
 
     Args:
-        pieces: see ``home_pieces``.
+        pieces: see ``Layout.pieces``.
         rows: ``Tasks.rows``.
     """
     document, server = rows[:, TASK_DOCUMENT], rows[:, SERVER]
@@ -123,7 +111,7 @@ def _overlaps(
 
 def homes_of(layout: Layout, rows: np.ndarray) -> list[list[int]]:
     """The ranks that store the query rows of each task of `rows` (``Tasks.rows``), ascending."""
-    pieces = home_pieces(layout)
+    pieces = layout.pieces
     which, piece, _ = _overlaps(pieces, rows[:, TASK_DOCUMENT], rows[:, Q_START], rows[:, Q_END])
     homes: list[set[int]] = [set() for _ in range(len(rows))]
     for task, rank in zip(which.tolist(), pieces[piece, PIECE_RANK].tolist(), strict=True):

@@ -105,7 +105,7 @@ def while_at_work(pids: Sequence[int], ended: Callable[[], bool], quiet: int = Q
     Args:
         pids: the processes; what they started counts as they do.
         ended: waits a second at most, and says whether they have ended.
-        quiet: seconds after which processes that together used less than a hundredth of a core hang.
+        quiet: seconds after which processes that used less than a fiftieth of a core each hang.
 
     Returns:
         whether they have ended; False: they hang.
@@ -116,7 +116,7 @@ def while_at_work(pids: Sequence[int], ended: Callable[[], bool], quiet: int = Q
         now = {process.pid: _processor_seconds(process) for pid in pids for process in _family(pid)}
         worked.append(sum(max(0.0, seconds - before.get(pid, 0.0)) for pid, seconds in now.items()))
         before = now
-        if len(worked) == quiet and sum(worked) < 0.01 * quiet:
+        if len(worked) == quiet and sum(worked) < 0.02 * quiet * len(pids):
             return False
     return True
 
@@ -166,7 +166,7 @@ def run_ranks(
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         common.pop("LOCAL_SIZE", None)  # DeepSpeed's shared-memory buffers of 69 MB a rank
-        context = _forking() if accelerator == "cpu" else multiprocessing.get_context("spawn")
+        context = forking() if accelerator == "cpu" else multiprocessing.get_context("spawn")
         processes = []
         for rank in range(world):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -213,7 +213,7 @@ def _say_where(processes: list[multiprocessing.process.BaseProcess]) -> None:
     time.sleep(1.0)
 
 
-def _forking() -> multiprocessing.context.BaseContext:
+def forking() -> multiprocessing.context.BaseContext:
     """The context whose server is this session's."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preload"])
@@ -232,6 +232,8 @@ def _rank(function: str, arguments: str, folder: str, environment: dict[str, str
     for stream in (1, 2):
         os.dup2(log, stream)
     faulthandler.register(signal.SIGUSR1)
+    # As in a process of its own: a DataLoader's workers would start by importing everything anew.
+    multiprocessing.set_start_method(None, force=True)
     code = 1
     try:
         if environment["DS_ACCELERATOR"] == "cpu":

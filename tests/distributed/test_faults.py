@@ -14,14 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import ROOT, _forking, free_port, slowness, while_at_work
+from tests.distributed.harness import ROOT, forking, free_port, slowness, while_at_work
 
 #: The time limit, what is allowed beyond it, and what "at once" may take; more on a machine that has other work.
 SECONDS, AFTER, AT_ONCE = 5.0, 5.0, 6.0
@@ -241,7 +240,7 @@ def run(case: Case, accelerator: str = "cpu") -> Outcome:
     Args:
         accelerator: "cpu" or "cuda", DeepSpeed's name for the device.
     """
-    context = _forking() if accelerator == "cpu" else multiprocessing.get_context("spawn")
+    context = forking() if accelerator == "cpu" else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes, port, slower = [], free_port(), slowness()
         for rank in range(case.world):
@@ -297,16 +296,9 @@ def _begin(folder: str, default: float) -> float:
     return float(text) if text else default
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[Outcome]:
-    """Of all cases. They mostly wait, so that some of them run at the same time."""
-    with ThreadPoolExecutor(3) as pool:
-        return list(pool.map(run, CASES))
-
-
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i].words[0]}: {CASES[i].words[1]}")
-def test_the_others_are_gone_in_time_and_say_why(index: int, outcomes: list[Outcome]) -> None:
-    case, outcome = CASES[index], outcomes[index]
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.words[0]}: {case.words[1]}")
+def test_the_others_are_gone_in_time_and_say_why(case: Case) -> None:
+    outcome = run(case)
     report = f"after {outcome.seconds:.1f} s, exit codes {outcome.codes}\n" + "\n---\n".join(
         text[-3000:] for text in (*outcome.texts, outcome.own)
     )

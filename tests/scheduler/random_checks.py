@@ -20,12 +20,12 @@ import numpy as np
 
 from deepspeed_distca.layout import DOCUMENT, RANK, Layout, Segment
 from deepspeed_distca.scheduler import CostModel, Heads, Tasks, balance, home_tasks
-from deepspeed_distca.scheduler.bounds import promised
 from deepspeed_distca.scheduler.cost_model import PhaseCost
 from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.plan import PlanCompiler, RankPlan
 from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.traffic import traffic
+from tests.scheduler.bounds import promised
 from tests.scheduler.checks import check_shards, check_tasks, documents_of
 
 #: Numbers of ranks, and of tokens in all, that most cases have: what is wrong is mostly wrong with few of both.

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from deepspeed_distca.layout import Layout, LayoutError, Segment
 from deepspeed_distca.scheduler import CostModel, balance, home_tasks
-from deepspeed_distca.scheduler.bounds import least_max_load, lower_bound, naive_bytes, promised
 from deepspeed_distca.scheduler.traffic import traffic
+from tests.scheduler.bounds import least_max_load, lower_bound, naive_bytes, promised
 from tests.scheduler.checks import check_shards, check_tasks, documents_of
 from tests.scheduler.strategies import COSTS, HEADS, layouts, windows
 

@@ -10,9 +10,9 @@ import pytest
 
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import CostModel, Heads, home_tasks
-from deepspeed_distca.scheduler.bounds import granules, least_max_load, lower_bound, naive_bytes
 from deepspeed_distca.scheduler.tasks import task_rows
 from deepspeed_distca.scheduler.traffic import traffic
+from tests.scheduler.bounds import granules, least_max_load, lower_bound, naive_bytes
 
 
 def random_layout(seed: int) -> Layout:

@@ -10,7 +10,6 @@ import pytest
 
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.holdings import Holdings, number_documents
-from deepspeed_distca.scheduler.tasks import home_pieces
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])
@@ -26,8 +25,8 @@ def test_missing_rows_and_neighbours_against_sets(seed, window):
             for r in range(ranks)
         ]
     )
-    pieces = home_pieces(layout)
-    holdings = Holdings(pieces, window)
+    pieces = layout.pieces
+    holdings = Holdings(pieces, number_documents(pieces), window)
 
     def keys(start: int, end: int) -> set[int]:
         return set(range(0 if window is None else max(0, start - window + 1), end))
@@ -63,12 +62,12 @@ def test_missing_rows_and_neighbours_against_sets(seed, window):
 
 def test_documents_are_numbered_by_where_they_lie():
     ranks = [[(5, 0, 9), (1, 0, 4), (8, 0, 9)], [(5, 9, 2), (3, 0, 1)], [(8, 9, 2)]]
-    number, ids, first = number_documents(home_pieces(Layout.from_ranks(ranks)))
+    documents = number_documents(Layout.from_ranks(ranks).pieces)
     # By first rank, then length; 5 and 8 differ in where their second piece lies.
-    assert ids == [1, 5, 8, 3]
+    assert documents.ids.tolist() == [1, 5, 8, 3]
     # Pieces by id: 1, 3, 5, 5, 8, 8.
-    assert number.tolist() == [0, 3, 1, 1, 2, 2]
-    assert first == [0, 2, 4, 1]
+    assert documents.of_piece.tolist() == [0, 3, 1, 1, 2, 2]
+    assert documents.first.tolist() == [0, 2, 4, 1]
+    assert documents.several == {1: 2, 2: 2}
     renamed = [[({5: 8, 8: 5}.get(d, d), s, n) for d, s, n in rank] for rank in ranks]
-    _, ids, _ = number_documents(home_pieces(Layout.from_ranks(renamed)))
-    assert ids == [1, 8, 5, 3]
+    assert number_documents(Layout.from_ranks(renamed).pieces).ids.tolist() == [1, 8, 5, 3]

@@ -8,8 +8,8 @@ import pytest
 
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import CostModel, Heads, Tasks, balance
-from deepspeed_distca.scheduler.bounds import promised
 from tests.scheduler import random_checks
+from tests.scheduler.bounds import promised
 from tests.scheduler.random_checks import check_plan, random_case
 
 FIT = CostModel.fitted(Heads())

@@ -9,21 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deepspeed_distca.layout import Layout
+from deepspeed_distca.layout import PIECE_DOCUMENT, PIECE_END, PIECE_RANK, PIECE_START, Layout
 from deepspeed_distca.scheduler.cost_model import CostModel, Phase, key_start
 from deepspeed_distca.scheduler.cuts import costliest_shard
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.shares import Shares
-from deepspeed_distca.scheduler.tasks import (
-    PIECE_DOCUMENT,
-    PIECE_END,
-    PIECE_RANK,
-    PIECE_START,
-    SERVER,
-    TASK_DOCUMENT,
-    Tasks,
-    home_pieces,
-)
+from deepspeed_distca.scheduler.tasks import SERVER, TASK_DOCUMENT, Tasks
 
 
 def lower_bound(
@@ -38,7 +29,7 @@ def lower_bound(
 
     The larger of the mean, with every document in one task (cutting only adds), and the costliest granule.
     """
-    pieces = home_pieces(layout)
+    pieces = layout.pieces
     if not len(pieces):
         return 0
     length = np.zeros(len(pieces), dtype=np.int64)
@@ -73,7 +64,7 @@ def promised(
     """
     shares = Shares(server_weights, layout.num_ranks, tolerance)
     shard = max(granularity, min_shard_tokens or 1)
-    costliest = costliest_shard(cost.phase(phase), home_pieces(layout), window, granularity, shard)
+    costliest = costliest_shard(cost.phase(phase), layout.pieces, window, granularity, shard)
     return shares.promised(int(tasks.loads.sum()), costliest)
 
 
@@ -83,7 +74,7 @@ def granules(layout: Layout, granularity: int = 128) -> np.ndarray:
     Returns:
         int64 [num_granules, 4], columns (document, start, end, home), sorted by (document, start).
     """
-    pieces = home_pieces(layout)
+    pieces = layout.pieces
     start, end = pieces[:, PIECE_START], pieces[:, PIECE_END]
     first, last = start // granularity, (end - 1) // granularity
     count = last - first + 1
@@ -162,7 +153,7 @@ def naive_bytes(layout: Layout, tasks: Tasks | np.ndarray, heads: Heads) -> np.n
     """
     rows = tasks.rows if isinstance(tasks, Tasks) else tasks
     out = np.zeros((layout.num_ranks, layout.num_ranks), dtype=np.int64)
-    pieces = home_pieces(layout)
+    pieces = layout.pieces
     pairs = np.unique(rows[:, [TASK_DOCUMENT, SERVER]], axis=0)
     for document, server in pairs.tolist():
         mine = pieces[pieces[:, PIECE_DOCUMENT] == document]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_distca.attention_server.agreement import Agreement, agreement_group, fingerprint
-from deepspeed_distca.attention_server.exchange.base import exchange_group
 from deepspeed_distca.attention_server.exchange.choice import ExchangeKind, make_exchange
+from deepspeed_distca.attention_server.exchange.process_group import exchange_group
 from deepspeed_distca.attention_server.server import AttentionServer, NanoBatches
 from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.config import DistCAConfig

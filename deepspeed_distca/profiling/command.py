@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange, exchange_group
 from deepspeed_distca.attention_server.exchange.choice import make_exchange
+from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange, exchange_group
 from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
 from deepspeed_distca.attention_server.setting import DTYPES, setting_of

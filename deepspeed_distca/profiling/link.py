@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
+from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
 from deepspeed_distca.profiling.measure import Stopwatch
 
 _KIB = 2**10

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
-from deepspeed_distca.attention_server.exchange.base import Done, Messages, ReceivesLater, Round
+from deepspeed_distca.attention_server.exchange.base import Done, Messages, Round
+from deepspeed_distca.attention_server.exchange.process_group import ReceivesLater
 from deepspeed_distca.attention_server.kernels import make_kernel
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec

@@ -22,15 +22,14 @@ from tests.attention_server.simulated_streams import SimulatedStreams, run_all
 class Group:
     """Devices that share memory, each with an exchange."""
 
-    def __init__(self, world: int, size: int, single: bool, pack_beside: bool = False) -> None:
+    def __init__(self, world: int, size: int, single: bool) -> None:
         self.devices = [SimulatedStreams(single) for _ in range(world)]
         self.memory = [torch.full((size,), 0x55, dtype=torch.uint8) for _ in range(world)]
         for memory in self.memory:
             memory[: header_bytes(world)] = 0
         addresses = [memory.data_ptr() for memory in self.memory]
         self.exchanges = [
-            PeerCopyExchange(device, rank, addresses, size, timeout=None, pack_beside=pack_beside)
-            for rank, device in enumerate(self.devices)
+            PeerCopyExchange(device, rank, addresses, size, timeout=None) for rank, device in enumerate(self.devices)
         ]
         self.alive: list = []
 
@@ -118,14 +117,13 @@ def random_sizes(rng: random.Random, world: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("pack_beside", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_exchanges(seed: int, single: bool, pack_beside: bool) -> None:
+def test_random_exchanges(seed: int, single: bool) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     world = rng.randint(2, 6)
     slot = ALIGNMENT * rng.choice([1, 2, 7])
-    group = Group(world, staging(world, slot), single, pack_beside)
+    group = Group(world, staging(world, slot), single)
     wrong = []
     plans = [random_sizes(rng, world) for _ in range(3)]
     for _ in range(25):

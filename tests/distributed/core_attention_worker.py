@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_distca.attention_server.core_attention import core_attention
-from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
+from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
 from deepspeed_distca.attention_server.kernels import make_kernel
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream

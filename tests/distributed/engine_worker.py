@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import deepspeed_distca
 from deepspeed_distca import Layout
 from deepspeed_distca.attention_server import steps
-from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
+from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
 from deepspeed_distca.attention_server.statistics import TimedKernel
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.huggingface.kept_attention import KeptAttention

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from deepspeed_distca.attention_server import steps
-from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
+from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
 from deepspeed_distca.attention_server.statistics import TimedKernel
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.layout import Layout

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import safe_get_full_grad
 
 import deepspeed_distca
-from deepspeed_distca.attention_server.exchange.base import PeerToPeerExchange
+from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
 from deepspeed_distca.attention_server.kernels import make_kernel
 from deepspeed_distca.attention_server.nano_batches import NanoPair
 from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts

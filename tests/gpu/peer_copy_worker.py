@@ -22,9 +22,9 @@ from tests.gpu.processes import meet, start
 _DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 
 
-def peer_copies(group: dist.ProcessGroup, device: torch.device, mib: int, pack_beside: bool) -> PeerCopyExchange:
+def peer_copies(group: dist.ProcessGroup, device: torch.device, mib: int) -> PeerCopyExchange:
     before = time.perf_counter()
-    exchange = make_exchange("peer_copy", group, device, timeout=30, staging_mib=mib, pack_beside=pack_beside)
+    exchange = make_exchange("peer_copy", group, device, timeout=30, staging_mib=mib)
     say(f"opened {type(exchange).__name__} with {mib} MiB in {time.perf_counter() - before:.2f} s")
     assert isinstance(exchange, PeerCopyExchange), "fell back to NCCL; rank 0's line above says why"
     return exchange
@@ -58,13 +58,13 @@ def finish(what: str, exchange: Exchange, device: torch.device, seconds: float =
         time.sleep(0.0002)
 
 
-def check(staging_mib: int, pack_beside: bool, iterations: int, largest: int, seed: int = 0) -> dict:
+def check(staging_mib: int, iterations: int, largest: int, seed: int = 0) -> dict:
     """Random messages of up to `largest` elements in one and two rounds, with and without naming destinations early,
     beside computation, the staging memory divided anew now and then."""
     # It ends by itself, with every thread's stack, when the time is up.
     faulthandler.dump_traceback_later(140, exit=True)
     rank, world, device, group = start(60)
-    exchange = peer_copies(group, device, staging_mib, pack_beside)
+    exchange = peer_copies(group, device, staging_mib)
     rng = random.Random(seed)  # the same on every rank
     busy = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=device)

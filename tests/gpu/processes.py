@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.exchange.base import exchange_group
+from deepspeed_distca.attention_server.exchange.process_group import exchange_group
 
 
 def start(seconds: float) -> tuple[int, int, torch.device, dist.ProcessGroup]:

@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_distca.attention_server.device_streams import Streams
 from deepspeed_distca.attention_server.exchange.base import Done, Expected, Messages, Pending, Round
 from deepspeed_distca.attention_server.exchange.peer_copy.rings import divide
 from deepspeed_distca.attention_server.exchange.peer_copy.slots import Operation, PeerSlots
+from deepspeed_distca.attention_server.exchange.peer_copy.streams import Streams
 
 #: Slots of each ordered pair of ranks.
 SLOTS = 8
@@ -54,7 +54,6 @@ class PeerCopyExchange:
         memory: address of every rank's staging memory, as this rank sees it; zeros in its first ``header_bytes``.
         size: bytes of each.
         timeout: seconds after which an exchange that is not over ends the process; None: never.
-        pack_beside: pack on a stream of its own too, instead of the caller's.
         keep: whatever must live as long as the addresses.
 
     Raises:
@@ -72,7 +71,6 @@ class PeerCopyExchange:
         size: int,
         *,
         timeout: float | None,
-        pack_beside: bool = False,
         keep: object = None,
     ) -> None:
         world = len(memory)
@@ -81,7 +79,7 @@ class PeerCopyExchange:
         self._area = size - self._header
         self._rings = divide(self._area, SLOTS, [[0] * world] * world)
         self._slots = PeerSlots(rank, self._rings)
-        self._pack_beside, self._keep = pack_beside, keep
+        self._keep = keep
         self._watch = _Watch(timeout, f"rank {rank} of {world}")
 
     def for_sizes(self, sizes: np.ndarray) -> PeerCopyExchange:
@@ -132,7 +130,7 @@ class PeerCopyExchange:
             out, into = ([(peer, _whole(tensor)) for peer, tensor in messages] for messages in (out, into))
             changed = any(size for _, size in _sizes(out)) and self._change_rings()
             operations = self._slots.operations(self._rings, _sizes(out), _sizes(into))
-            early = [op for op in operations if op.packs and op.round == 0 and i == 0 and not self._pack_beside]
+            early = [op for op in operations if op.packs and op.round == 0 and i == 0]
             late = operations[len(early) :]
             if early:
                 self._pack_now(early, out, changed)

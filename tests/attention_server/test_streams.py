@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed_distca.attention_server.device_streams import CudaStreams, DriverError
+from deepspeed_distca.attention_server.exchange.peer_copy.streams import CudaStreams, DriverError
 
 
 @pytest.mark.parametrize("connections", ["1", "7"])

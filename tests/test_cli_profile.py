@@ -120,7 +120,7 @@ def test_two_ranks_measure_the_exchange(tmp_path, launcher):
     stored = Profile.load(path)
     assert stored.about["exchange"].startswith("measured over 2 ranks")
     assert 1e7 < stored.cost.bytes_per_second < 1e12 and stored.cost.latency > 0
-    assert "a layer whose rows move, beside the transfers: forward" in done.stdout
+    assert "message, us" in done.stdout and "moving rows: measured over 2 ranks" in done.stdout
     assert stored.about["moving rows"] == "measured over 2 ranks"
     layers = stored.about["ms more of layers whose rows move, forward and backward"]
     assert [layer.split(" messages")[0] for layer in layers] == ["10, 16", "40, 64", "120, 192"]

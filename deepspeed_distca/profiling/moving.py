@@ -13,11 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
+from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.exchange.base import Exchange
 from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
+from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.profiling.link import meet
@@ -105,7 +106,7 @@ class _Layers:
         dtype: torch.dtype,
     ) -> None:
         part = ServerPlan(compiler.rank(rank))
-        self._plan, self._kernel, self._device = LayerPlan(part, part, exchange, SideStream()), kernel, device
+        self._plan, self._kernel, self._device = LayerPlan.whole(part, part, exchange, SideStream()), kernel, device
         self._spec = AttentionSpec(heads.head_dim**-0.5)
         value_dim, rows = heads.value_dim or heads.head_dim, part.plan.home_rows
         shapes = (heads.query, heads.head_dim), (heads.key_value, heads.head_dim), (heads.key_value, value_dim)

@@ -52,9 +52,11 @@ def print_result(result: Result, console: Console) -> None:
     console.print(f"smallest call {cost.launch / 1e9:.1f} us", highlight=False)
     rate = f"{cost.bytes_per_second / 2**30:.1f} GiB/s each way, latency {cost.latency / 1e9:.1f} us"
     console.print(f"exchange {rate}: {result.profile.about['exchange']}", highlight=False, soft_wrap=True)
-    moving = ", ".join(
-        f"{phase} {terms.layer / 1e9:.0f} us and {terms.message / 1e9:.1f} us for each message"
-        for phase, terms in (("forward", cost.moving_forward), ("backward", cost.moving_backward))
-    )
-    text = f"a layer whose rows move, beside the transfers: {moving}: {result.profile.about['moving rows']}"
-    console.print(text, highlight=False, soft_wrap=True)
+    table = Table(title="what moving rows costs beside the transfers")
+    for name in ("phase", "layer, us", "message, us"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    for phase in PHASES:
+        moving = cost.moving(phase)
+        table.add_row(phase, f"{moving.layer / 1e9:.0f}", f"{moving.message / 1e9:.1f}")
+    console.print(table)
+    console.print(f"moving rows: {result.profile.about['moving rows']}", highlight=False, soft_wrap=True)

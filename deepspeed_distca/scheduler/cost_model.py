@@ -57,6 +57,7 @@ def key_start(q_start: Any, window: int | None = None) -> Any:
 
 
 _UNIT = " (femtoseconds)"
+_MOVING = ("moving_forward", "moving_backward")
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ _H200_BACKWARD = PhaseCost(pair=66_108, query_row=10_305_242, key_row=21_324_438
 # Not fitted but derived, from one step. A Llama of 16 layers (hidden 2048, heads 32/8 of 64, 8192 tokens a rank, one
 # document against sixteen; two H200s, bf16, ZeRO-1) took 31 ms longer than plain. By its plan rows moved in backward
 # alone, with 12 messages, and should have saved 0.4 ms a layer: so that they move costs 31 / 16 + 0.4 = 2.3 ms. For a
-# message a host's own time on a CPU is taken, 15 to 20 us to send or receive it; a layer's forward took 0.8 times the
-# time of its backward there.
+# message a host's own time on a CPU is taken, about 20 us to send or receive it; a layer's forward took about 0.8
+# times the time of its backward there.
 _H200_MOVING_FORWARD = MovingCost(layer=1_650_000_000_000, message=20_000_000_000)
 _H200_MOVING_BACKWARD = MovingCost(layer=2_060_000_000_000, message=20_000_000_000)
 
@@ -232,13 +233,17 @@ class CostModel:
         size = np.maximum(np.asarray(sent, dtype=np.int64), np.asarray(received, dtype=np.int64))
         return np.where(size > 0, self.latency / UNITS_PER_SECOND + size / self.bytes_per_second, 0.0)
 
+    def moving(self, phase: Phase) -> MovingCost:
+        """What moving rows costs in a phase."""
+        return self.moving_forward if phase == "forward" else self.moving_backward
+
     def moving_seconds(self, phase: Phase, messages: int) -> float:
         """Predicted seconds by which a layer's phase takes longer, transfers apart, because rows move.
 
         Args:
             messages: that the rank with the most of them sends and receives.
         """
-        terms = self.moving_forward if phase == "forward" else self.moving_backward
+        terms = self.moving(phase)
         return (terms.layer + terms.message * messages) / UNITS_PER_SECOND
 
     @property
@@ -272,16 +277,16 @@ class CostModel:
         Raises:
             ValueError: unknown or missing keys, or values out of range.
         """
-        known, moving = set(cls.__dataclass_fields__), {"moving_forward", "moving_backward"}
-        if not isinstance(values, Mapping) or not known - moving <= set(values) <= known:
+        phases, moving = dict.fromkeys(PHASES, PhaseCost), dict.fromkeys(_MOVING, MovingCost)
+        known = set(cls.__dataclass_fields__)
+        if not isinstance(values, Mapping) or not known - set(moving) <= set(values) <= known:
             raise ValueError(f"cost model: expected a mapping with the keys {sorted(known)}, got {shown(values)}")
-        terms = dict(values)
-        for name, kind in (*((phase, PhaseCost) for phase in PHASES), *((name, MovingCost) for name in moving)):
-            given = values.get(name)
-            if given is None and name not in values:
+        terms = {**values, "heads": Heads.from_dict(values["heads"])}
+        for name, kind in {**phases, **moving}.items():
+            if name not in values:
                 continue
-            if not isinstance(given, Mapping) or set(given) != set(kind.__dataclass_fields__):
-                keys = list(kind.__dataclass_fields__)
+            given, keys = values[name], list(kind.__dataclass_fields__)
+            if not isinstance(given, Mapping) or set(given) != set(keys):
                 raise ValueError(f"cost model: {name} must have the keys {keys}, got {shown(given)}")
             terms[name] = kind(**given)
-        return cls(**{**terms, "heads": Heads.from_dict(values["heads"])})
+        return cls(**terms)

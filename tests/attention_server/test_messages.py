@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_distca.attention_server.core_attention import LayerPlan, core_attention
+from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.exchange.base import Done, Messages, Round
 from deepspeed_distca.attention_server.exchange.process_group import ReceivesLater
 from deepspeed_distca.attention_server.kernels import make_kernel
 from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.relays import RelayRule
@@ -48,7 +49,7 @@ def test_a_layer_has_the_messages_that_its_plan_counts(relayed) -> None:
         found += len(compiler.relayed())
         for rank in range(4):
             part, exchange = ServerPlan(compiler.rank(rank)), Counts()
-            plan = LayerPlan(part, part, exchange, None)
+            plan = LayerPlan.whole(part, part, exchange)
             q, k, v = (torch.randn(int(layout.tokens[rank]), h, 8, requires_grad=True) for h in (2, 1, 1))
             out, _ = core_attention(q, k, v, plan, AttentionSpec(0.3, window), kernel)
             assert exchange.messages == compiler.messages("forward")[rank]

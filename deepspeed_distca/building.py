@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_distca.attention_server.agreement import Agreement, agreement_group, fingerprint
+from deepspeed_distca.attention_server.coordination.agreement import Agreement, agreement_group, fingerprint
+from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.exchange.choice import ExchangeKind, make_exchange
 from deepspeed_distca.attention_server.exchange.process_group import exchange_group
 from deepspeed_distca.attention_server.server import AttentionServer, NanoBatches
-from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.config import DistCAConfig
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.worth import PlanOptions

@@ -19,8 +19,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import deepspeed_distca
-from deepspeed_distca.attention_server.agreement import AgreementError
-from deepspeed_distca.attention_server.hello import Hello, Meeting, say_hello
+from deepspeed_distca.attention_server.coordination.agreement import AgreementError
+from deepspeed_distca.attention_server.coordination.hello import Hello, Meeting, say_hello
 from deepspeed_distca.config import (
     BLOCK,
     DistCAConfig,

@@ -15,14 +15,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from transformers import PreTrainedModel
 
-from deepspeed_distca.attention_server.agreement import MicroBatch
-from deepspeed_distca.attention_server.hello import Meeting
+from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
+from deepspeed_distca.attention_server.coordination.hello import Meeting
+from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.kernels import KernelError
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.server import NanoBatches
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.step_plan import StepPlan
-from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.building import Sharing, attention_dtype, build_server
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import choose_kernel, cost_to_say, own_cost_model, said_cost_model

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 
+from deepspeed_distca.attention_server.coordination.watch import backward_of_layer
 from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.steps import BackwardSteps, ForwardSteps, Given, LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
-from deepspeed_distca.attention_server.watch import backward_of_layer
 
 
 def core_attention(

@@ -20,12 +20,12 @@ from collections.abc import Callable
 
 import torch
 
+from deepspeed_distca.attention_server.coordination.watch import backward_of_layer
 from deepspeed_distca.attention_server.core_attention import refuse_second_order
 from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.steps import BackwardSteps, ForwardSteps, Given, LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
-from deepspeed_distca.attention_server.watch import backward_of_layer
 
 
 class OverlapError(RuntimeError):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from deepspeed_distca.attention_server.agreement import GlobalMicroBatch
+from deepspeed_distca.attention_server.coordination.agreement import GlobalMicroBatch
 from deepspeed_distca.attention_server.step_plan import StepPlan
 
 

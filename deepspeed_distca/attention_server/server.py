@@ -10,7 +10,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from deepspeed_distca.attention_server.agreement import Agreement, GlobalMicroBatch, MicroBatch, fingerprint
+from deepspeed_distca.attention_server.coordination.agreement import (
+    Agreement,
+    GlobalMicroBatch,
+    MicroBatch,
+    fingerprint,
+)
+from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.exchange.base import Exchange
 from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
 from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
@@ -22,7 +28,6 @@ from deepspeed_distca.attention_server.statistics import DeviceTimer, StepStatis
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
-from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.plan import PlanCompiler

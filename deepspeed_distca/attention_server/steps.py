@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import torch
 
+from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, Pending
 from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel
 from deepspeed_distca.attention_server.kernels.api import new_outputs
@@ -38,7 +39,6 @@ from deepspeed_distca.attention_server.transfers import (
     moved_delta,
     take_back,
 )
-from deepspeed_distca.attention_server.watch import Watch
 
 Result = TypeVar("Result")
 

@@ -22,10 +22,10 @@ from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
-from deepspeed_distca.attention_server.hello import Meeting
+from deepspeed_distca.attention_server.coordination.hello import Meeting
+from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.statistics import StepStatistics
-from deepspeed_distca.attention_server.watch import Watch
 from deepspeed_distca.building import Sharing, attention_dtype, build_server
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
@@ -55,7 +55,7 @@ class PreparedPipeline:
     Attributes:
         heads: of the model's attention.
         choice: the cost model, on rank 0 alone.
-        same, own: what it says of itself: see :class:`~deepspeed_distca.attention_server.hello.Hello`.
+        same, own: what it says of itself: see :class:`~deepspeed_distca.attention_server.coordination.hello.Hello`.
     """
 
     topology: _Topology

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from deepspeed_distca.attention_server.agreement import GlobalMicroBatch
+from deepspeed_distca.attention_server.coordination.agreement import GlobalMicroBatch
 from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlannedPhase
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.layout import Layout, Segment

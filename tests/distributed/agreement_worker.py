@@ -9,7 +9,7 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.agreement import (
+from deepspeed_distca.attention_server.coordination.agreement import (
     Agreement,
     AgreementError,
     GlobalMicroBatch,

@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 import deepspeed_distca
-from deepspeed_distca.attention_server.agreement import AgreementError
+from deepspeed_distca.attention_server.coordination.agreement import AgreementError
 from tests.distributed.engine_worker import VOCABULARY, ds_config, tiny_llama
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_distca
-from deepspeed_distca.attention_server.agreement import Agreement
+from deepspeed_distca.attention_server.coordination.agreement import Agreement
 from tests.distributed.engine_worker import VOCABULARY, ds_config, tiny_llama
 
 BLOCK = {"advanced": {"granularity": 16}}

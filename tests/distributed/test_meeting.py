@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_distca.attention_server.hello import differences, ranks_in_words
+from deepspeed_distca.attention_server.coordination.hello import differences, ranks_in_words
 from tests.distributed.harness import run_ranks, slowness
 
 MADE_UP = "ValueError: a made-up fault"

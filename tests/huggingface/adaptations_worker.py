@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from deepspeed_distca import Layout, PackedSequenceCollator
-from deepspeed_distca.attention_server.agreement import AgreementError
+from deepspeed_distca.attention_server.coordination.agreement import AgreementError
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.huggingface.adapter import UnsupportedModelError
 from tests.distributed import model_families

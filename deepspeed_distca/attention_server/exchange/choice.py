@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.exchange.base import Exchange
 from deepspeed_distca.attention_server.exchange.peer_copy.opening import gather, open_peer_copies
 from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
-from deepspeed_distca.attention_server.watch import Watch
 
 ExchangeKind = Literal["nccl", "peer_copy"]
 #: What is used where nothing is asked for.

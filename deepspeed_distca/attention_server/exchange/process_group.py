@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deepspeed_distca.attention_server.coordination.watch import Watch, explained
 from deepspeed_distca.attention_server.exchange.base import Done, Exchange, Expected, Messages, Pending, Round
-from deepspeed_distca.attention_server.watch import Watch, explained
 
 
 class _Works:

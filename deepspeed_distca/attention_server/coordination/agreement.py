@@ -27,7 +27,7 @@ import torch.distributed as dist
 from deepspeed_distca.layout import Layout
 
 if TYPE_CHECKING:
-    from deepspeed_distca.attention_server.watch import Watch
+    from deepspeed_distca.attention_server.coordination.watch import Watch
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.agreement import AgreementError
-from deepspeed_distca.attention_server.rank_store import close_connections, default_store
-from deepspeed_distca.attention_server.signs import (
+from deepspeed_distca.attention_server.coordination.agreement import AgreementError
+from deepspeed_distca.attention_server.coordination.signs import (
     OUTSIDE,
     Sign,
     error_in_words,
@@ -38,6 +37,7 @@ from deepspeed_distca.attention_server.signs import (
     is_connection_error,
     silent_in_words,
 )
+from deepspeed_distca.attention_server.coordination.store import close_connections, default_store
 
 #: Seconds between two looks.
 _EVERY = 0.5
@@ -46,7 +46,7 @@ _ALIKE = 1.0
 #: Seconds at one and the same place after which a training thread that was not reached by an alarm counts as waiting.
 _STUCK = 2.0
 #: Where collectives of ours are called.
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 #: Seconds that a process which ends after an alarm gives the others to hear of it.
 _LINGER = 1.0
 #: Seconds over which ranks are looked at to find one that gives no sign of life.

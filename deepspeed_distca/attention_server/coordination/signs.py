@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.agreement import AgreementError
+from deepspeed_distca.attention_server.coordination.agreement import AgreementError
 
 _DETACHED = 1 << 62
 OUTSIDE = "outside of forward, backward and step"

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.agreement import AgreementError
-from deepspeed_distca.attention_server.rank_store import default_store
+from deepspeed_distca.attention_server.coordination.agreement import AgreementError
+from deepspeed_distca.attention_server.coordination.store import default_store
 
 #: Seconds for which a rank with an error gives the others time to read why: the store may end with its process.
 _LINGER = 2.0

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed_distca.compat.transformers import attention_name, set_attention_name
 from deepspeed_distca.huggingface.attention_function import FIRST, NAME, PLAN, UnsupportedModelError
 from deepspeed_distca.layout import Layout
 
@@ -29,7 +30,7 @@ class AttentionNames:
         self._configs = list({id(m.config): m.config for m in modules}.values())
         for config in self._configs:
             if _is_ours(config):
-                config._attn_implementation = "sdpa"
+                set_attention_name(config, "sdpa")
         self._own: list[str] | None = None  # while a forward has a plan: what the configurations name otherwise
         self._recomputing: list[tuple[nn.Module, str]] = []
         self._plans: weakref.WeakSet[object] = weakref.WeakSet()  # whose layers may still be recomputed
@@ -44,9 +45,9 @@ class AttentionNames:
     def use(self, name: str) -> None:
         """Has all configurations name a function of ours."""
         if self._own is None:
-            self._own = [config._attn_implementation for config in self._configs]
+            self._own = [attention_name(config) for config in self._configs]
         for config in self._configs:
-            config._attn_implementation = name
+            set_attention_name(config, name)
 
     def expect(self, plan: object) -> None:
         """Layers with this plan may be recomputed for as long as it lives."""
@@ -56,9 +57,9 @@ class AttentionNames:
         """Has them name what they named before, also where something that is no Exception left a module half-way."""
         while self._recomputing:
             module, name = self._recomputing.pop()
-            module.config._attn_implementation = name
+            set_attention_name(module.config, name)
         for config, name in zip(self._configs, self._own or (), strict=False):
-            config._attn_implementation = name
+            set_attention_name(config, name)
         self._own = None
 
     def remove(self) -> None:
@@ -90,13 +91,13 @@ class AttentionNames:
                     "call the engine, or the model that was given to deepspeed.initialize, and no part of it alone"
                 )
         elif not _is_ours(module.config):
-            self._recomputing.append((module, module.config._attn_implementation))
-            module.config._attn_implementation = NAME
+            self._recomputing.append((module, attention_name(module.config)))
+            set_attention_name(module.config, NAME)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._recomputing and self._recomputing[-1][0] is module:
-            module.config._attn_implementation = self._recomputing.pop()[1]
+            set_attention_name(module.config, self._recomputing.pop()[1])
 
 
 def _is_ours(config: Any) -> bool:
-    return config._attn_implementation in (NAME, FIRST)
+    return attention_name(config) in (NAME, FIRST)

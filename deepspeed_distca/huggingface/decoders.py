@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from deepspeed_distca.compat.transformers import can_choose_attention, has_recurrent_state
 from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
 
 _DISABLE = "Set `distca.enabled` to false for this model"
@@ -59,7 +60,7 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
             f"{name} mixes tokens by {mixing} beside attention, which knows nothing of documents and of other ranks. "
             f"{_DISABLE}"
         )
-    if not found or not model._can_set_attn_implementation():
+    if not found or not can_choose_attention(model):
         raise UnsupportedModelError(
             f"{name} does not go through transformers' attention interface, so its core attention cannot be "
             f"dispatched. {_DISABLE}"
@@ -122,7 +123,7 @@ def _other_mixing(model: PreTrainedModel, config: Any) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if kinds:
         return f"layers of kind {', '.join(sorted(map(str, kinds)))}"
-    if getattr(model, "_is_stateful", False):
+    if has_recurrent_state(model):
         return "a recurrent state"
     if getattr(config, "index_topk", None):
         return "an indexer that selects keys"

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed_distca.attention_server.nano_batches import HalfPlan
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.compat.torch import in_backward, in_checkpoint, version_of, without_modes
 
 
 class KeptAttention:
@@ -48,7 +48,7 @@ class KeptAttention:
         """Core attention of a module: computed in a first pass, taken from what was kept in its recomputation."""
         # Selective checkpointing matches the operations of the two passes by counting them, and those of core
         # attention are in one pass only: it may see them in neither.
-        with _disable_current_modes():
+        with without_modes():
             if self._always and module in self._kept:
                 kept = self._kept[module].result()
                 if kept is None:
@@ -57,13 +57,13 @@ class KeptAttention:
                         "again in recomputation; change a copy, or do without activation checkpointing"
                     )
                 return plan.attend(q, k, v, spec, kept)
-            if _in_backward() and not self._always:
+            if in_backward() and not self._always:
                 kept, self._kept[module] = self._kept.get(module), None
                 return plan.attend(q, k, v, spec, kept.result() if kept else None)
             again = module in self._kept
             out, lse = plan.attend(q, k, v, spec, None)
             # Of a module that was called twice nobody could tell which call is recomputed.
-            keep = self._always or (_in_checkpoint() and not again)
+            keep = self._always or (in_checkpoint() and not again)
             self._kept[module] = _Kept.of(out, lse) if keep else None
             return out, lse
 
@@ -79,21 +79,8 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, out: torch.Tensor, lse: torch.Tensor) -> _Kept:
-        return cls(out.detach(), lse.detach(), (out._version, lse._version))
+        return cls(out.detach(), lse.detach(), (version_of(out), version_of(lse)))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Out and lse, unless the model changed one of them in place after the first pass."""
-        return (self.out, self.lse) if (self.out._version, self.lse._version) == self.version else None
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _in_checkpoint() -> bool:
-    """Whether this is the first pass of a checkpointed region, as far as it shows: reentrant ones turn gradients off,
-    others hook what autograd saves. Hooks of another kind (``save_on_cpu``) recompute nothing."""
-    if not torch.is_grad_enabled():
-        return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
+        return (self.out, self.lse) if (version_of(self.out), version_of(self.lse)) == self.version else None

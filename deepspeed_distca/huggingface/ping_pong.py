@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 from deepspeed_distca.attention_server.nano_batches import NanoPair
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.step_plan import StepPlan
+from deepspeed_distca.compat.transformers import recomputes_reentrantly
 from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS, UnsupportedModelError
 from deepspeed_distca.huggingface.decoders import base_of
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
@@ -214,10 +215,7 @@ def _map(output: Any, tensors: Any) -> Any:
 
 def _refuse_reentrant(model: nn.Module) -> None:
     for module in model.modules():
-        function = getattr(module, "_gradient_checkpointing_func", None)
-        if not getattr(module, "gradient_checkpointing", False) or not isinstance(function, functools.partial):
-            continue
-        if function.keywords.get("use_reentrant"):
+        if recomputes_reentrantly(module):
             raise UnsupportedModelError(
                 "reentrant activation checkpointing cannot be combined with two nano-batches: it computes gradients "
                 'of parameters once for each. Set gradient_checkpointing_kwargs={"use_reentrant": False}, or '

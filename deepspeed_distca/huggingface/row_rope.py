@@ -15,7 +15,6 @@ their kind is called. Three answers are possible:
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from deepspeed_distca.compat.torch import copy_on_host
 from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
 
 _POSITIONS = "position_ids"
@@ -226,26 +226,7 @@ def _ask(module: nn.Module, layer_type: Any, positions: tuple[int, ...]) -> list
     first = next(iter(_parameters(module)))
     if first != _POSITIONS:
         arguments[first] = torch.zeros(1, len(positions), 1)
-    return _tensors(type(module).forward(_copy_on_host(module), **arguments))
-
-
-def _copy_on_host(module: nn.Module) -> nn.Module:
-    """A copy without hooks, which may lead to anything (an engine), and with state of its own on the host."""
-    twin = object.__new__(type(module))
-    for key, value in module.__dict__.items():
-        if key.endswith("_hooks") or key == "forward":
-            continue
-        if key == "_buffers":
-            value = {k: None if b is None else b.detach().to("cpu", copy=True) for k, b in value.items()}
-        elif key == "_modules":
-            value = {k: None if m is None else _copy_on_host(m) for k, m in value.items()}
-        elif torch.is_tensor(value):
-            value = value.detach().to("cpu", copy=True)
-        elif isinstance(value, dict):
-            value = dict(value)
-        twin.__dict__[key] = value
-    twin.__dict__.update({k: OrderedDict() for k in module.__dict__ if k.endswith("_hooks")})
-    return twin
+    return _tensors(type(module).forward(copy_on_host(module), **arguments))
 
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:

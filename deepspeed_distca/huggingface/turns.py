@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_distca.compat.torch import saved_tensor_hooks
+
 
 class Abandoned(BaseException):
     """The other function has failed. Not an Exception, so that no model's code takes it for an error of its own."""
@@ -101,7 +103,7 @@ class Turns:
         """
         if self._failure is not None:
             raise Abandoned
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        hooked = saved_tensor_hooks() is not None
         mine = _RandomState(self._device) if hooked else None
         if mine is not None and self._forked is None:
             self._forked = mine
@@ -131,7 +133,7 @@ class _ThreadState:
             for kind in {device.type, "cpu"}
             if torch.is_autocast_enabled(kind)
         ]
-        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._hooks = saved_tensor_hooks()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def entered(self) -> ExitStack:

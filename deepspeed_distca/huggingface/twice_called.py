@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from deepspeed.utils import z3_leaf_module
 from torch import nn
 
+from deepspeed_distca.compat.deepspeed import counts_gradients, gradients_to_come, set_gradients_to_come
+from deepspeed_distca.compat.torch import in_backward
 from deepspeed_distca.config import BLOCK, DistCAConfigError
-
-_COUNT = "ds_grads_remaining"
 
 
 class NanoBatches(Protocol):
@@ -51,7 +50,7 @@ class TwiceCalled:
         self._before: dict[nn.Module, int] = {}
         self._handles = []
         for module in model.modules():
-            if hasattr(module, _COUNT) or hasattr(module, "post_bwd_fn"):
+            if counts_gradients(module):
                 self._handles += [
                     module.register_forward_pre_hook(self._remember, prepend=True),
                     module.register_forward_pre_hook(self._correct),
@@ -64,13 +63,13 @@ class TwiceCalled:
 
     def _remember(self, module: nn.Module, args: tuple) -> None:
         if self._nano_batches.split:
-            self._before[module] = module.__dict__.get(_COUNT, 0)
+            self._before[module] = gradients_to_come(module)
 
     def _correct(self, module: nn.Module, args: tuple) -> None:
         if not self._nano_batches.split:
             return
         before = self._before.pop(module, 0)
-        if torch._C._current_graph_task_id() != -1:
-            setattr(module, _COUNT, before)  # recomputation: its own graph is never run backward
+        if in_backward():
+            set_gradients_to_come(module, before)  # recomputation: its own graph is never run backward
         elif self._nano_batches.running == 1:
-            setattr(module, _COUNT, before + getattr(module, _COUNT))
+            set_gradients_to_come(module, before + gradients_to_come(module))

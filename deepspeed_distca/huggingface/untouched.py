@@ -13,6 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from deepspeed_distca.compat.deepspeed import is_count
+from deepspeed_distca.compat.torch import buffers, version_of
+
 #: Attributes of modules that are put back; others (submodules, hooks, caches of any kind) are not looked at.
 _PLAIN = (bool, int, float, str, type(None), torch.Tensor)
 
@@ -50,15 +53,16 @@ class _Attributes:
     """The buffers and plain attributes of one module."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._buffers = {key: (b, _value(b)) for key, b in module._buffers.items()}
+        self._buffers = {key: (b, _value(b)) for key, b in buffers(module).items()}
         self._plain = {key: (v, _value(v)) for key, v in _plain(module).items()}
 
     @torch.no_grad()
     def restore(self, module: nn.Module) -> None:
-        for key in list(module._buffers.keys() - self._buffers.keys()):
-            del module._buffers[key]
+        own = buffers(module)
+        for key in list(own.keys() - self._buffers.keys()):
+            del own[key]
         for key, (buffer, value) in self._buffers.items():
-            module._buffers[key] = _restored(buffer, value)
+            own[key] = _restored(buffer, value)
         for key in _plain(module).keys() - self._plain.keys():
             del module.__dict__[key]
         for key, (attribute, value) in self._plain.items():
@@ -67,16 +71,16 @@ class _Attributes:
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     # DeepSpeed counts its own hooks' calls in attributes of modules: they are right as they are.
-    return {k: v for k, v in module.__dict__.items() if isinstance(v, _PLAIN) and not k.startswith("ds_")}
+    return {k: v for k, v in module.__dict__.items() if isinstance(v, _PLAIN) and not is_count(k)}
 
 
 def _value(attribute: Any) -> Any:
     if not torch.is_tensor(attribute) or attribute.is_meta:
         return attribute
-    return attribute.detach().clone(), attribute._version
+    return attribute.detach().clone(), version_of(attribute)
 
 
 def _restored(attribute: Any, kept: Any) -> Any:
-    if torch.is_tensor(attribute) and not attribute.is_meta and attribute._version != kept[1]:
+    if torch.is_tensor(attribute) and not attribute.is_meta and version_of(attribute) != kept[1]:
         attribute.copy_(kept[0])
     return attribute

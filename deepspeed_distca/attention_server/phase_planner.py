@@ -43,6 +43,16 @@ class PlannedPhase:
     weights: tuple[int, ...] | None = None
 
 
+@dataclass
+class _Home:
+    """A layout with every query where it is stored, and this rank's part of that once it was asked for."""
+
+    layout: Layout
+    window: int | None
+    compiler: PlanCompiler
+    part: ServerPlan | None = None
+
+
 class PhasePlanner:
     """Plans phases.
 
@@ -55,22 +65,27 @@ class PhasePlanner:
 
     def __init__(self, server: int, cost: CostModel, options: PlanOptions, *, early: bool) -> None:
         self._server, self._cost, self._options, self._early = server, cost, options, early
-        self._last: tuple[Layout, int | None, PlanCompiler] | None = None
+        self._home: _Home | None = None
 
     def plan(self, layout: Layout, window: int | None, phase: str, layers: int) -> PlannedPhase:
         """The plan of a phase, "forward" or "backward", of so many layers with one window."""
         worth = Worth(layout, window, phase, self._cost, self._options, early=self._early)
         # Everything at home is the same in either phase.
-        if self._last is None or self._last[0] is not layout or self._last[1] != window:
-            self._last = layout, window, PlanCompiler(layout, worth.home.rows)
-        tasks, compiler = worth.spread(self._last[2])
+        if self._home is None or self._home.layout is not layout or self._home.window != window:
+            self._home = _Home(layout, window, PlanCompiler(layout, worth.home.rows))
+        home = self._home
+        tasks, compiler = worth.spread(home.compiler)
+        if compiler is not home.compiler:
+            part = ServerPlan(compiler.rank(self._server))
+        else:
+            part = home.part = home.part or ServerPlan(compiler.rank(self._server))
         out, back = compiler.bytes_between(self._cost.heads, phase)
         return PlannedPhase(
             phase,
             window,
             layers,
             tasks,
-            ServerPlan(compiler.rank(self._server)),
+            part,
             layers * (out + back).sum(axis=1),
             np.maximum(out, back),
             digest(layout, tasks, phase=phase, window=window).value,

@@ -27,7 +27,7 @@ class StepStatistics:
             its intended part, by its speed and over the mean.
         bytes_sent: what this rank sends, forward and backward, as home and as server.
         bytes_sent_max, bytes_sent_mean: the same over the servers of the group.
-        planning_ms: milliseconds of this rank's host, waiting for the ranks to agree and planning.
+        planning_ms: milliseconds of this rank's host: planning, and comparing the plan with the other ranks'.
         predicted_server_seconds: predicted seconds of core attention of each server.
         server_seconds: measured seconds in which attention kernels ran on this rank, recomputation included.
         exposed_seconds: measured seconds in which this rank (on CPU: its host) waited for an exchange and no attention

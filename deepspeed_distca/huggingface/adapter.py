@@ -221,9 +221,7 @@ class DecoderHooks:
                 digest=self._compared < _COMPARED,
                 say=self._say,
             )
-            given: MicroBatch | Exception = MicroBatch(
-                admitted.layout, admitted.targets, admitted.step_targets, admitted.tokens_digest
-            )
+            given: MicroBatch | Exception = admitted.micro_batch
         except Exception as error:  # whatever it is, all ranks must know
             given = error
         self._compared += 1
@@ -235,7 +233,7 @@ class DecoderHooks:
             if self._contract.weighting == "num_items_in_batch":
                 arguments["num_items_in_batch"] = plan.divisor
             elif self._contract.weighting == "mean":
-                self._running.weight = admitted.targets, plan.divisor
+                self._running.weight = admitted.micro_batch.targets, plan.divisor
         return plan, admitted, self._countable(arguments, admitted)
 
     def _evaluation(
@@ -245,7 +243,7 @@ class DecoderHooks:
         if cached or kwargs.get("output_attentions") or not names_documents(kwargs):
             return None
         admitted = admit(kwargs, self._contract, self._limits, place=self._planner.place, count=False, say=self._say)
-        plan = self._planner.plan_alone(admitted.layout)
+        plan = self._planner.plan_alone(admitted.micro_batch.layout)
         self._running = _Forward(training=False, nothing=admitted.nothing)
         return plan, admitted, self._countable(admitted.arguments, admitted)
 

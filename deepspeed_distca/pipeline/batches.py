@@ -75,11 +75,11 @@ def describe(batch: Any, place: tuple[int, int]) -> Described:
         ValueError, TypeError: a batch that is neither, or whose documents cannot be told apart.
     """
     batch = _as_mapping(batch)
-    admitted = admit(batch, _CONTRACT, place=place)
-    layout = admitted.layout
+    micro_batch = admit(batch, _CONTRACT, place=place).micro_batch
+    layout = micro_batch.layout
     shared = layout.num_ranks > 1
     rows = layout.segments[layout.segments[:, RANK] == (place[0] if shared else 0)]
-    return Described(rows[:, [DOCUMENT, START, LENGTH]], shared, admitted.targets)
+    return Described(rows[:, [DOCUMENT, START, LENGTH]], shared, micro_batch.targets)
 
 
 def _as_mapping(batch: Any) -> Mapping[str, Any]:

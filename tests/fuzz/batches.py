@@ -111,7 +111,13 @@ def check_batch(seed: int) -> str:
         return case.spoiled
     assert not case.spoiled, f"{where}: came in in spite of: {case.spoiled}"
     ids, tokens = admitted.arguments["input_ids"], admitted.arguments["input_ids"].shape[1]
-    length_at = dict(zip(admitted.layout.rows.tolist(), admitted.layout.segments[:, LENGTH].tolist(), strict=True))
+    length_at = dict(
+        zip(
+            admitted.micro_batch.layout.rows.tolist(),
+            admitted.micro_batch.layout.segments[:, LENGTH].tolist(),
+            strict=True,
+        )
+    )
     positions = admitted.arguments.get("position_ids")
     positions = torch.arange(tokens)[None] if positions is None else positions
     targets = admitted.arguments.get("shift_labels")
@@ -121,11 +127,15 @@ def check_batch(seed: int) -> str:
     for (row, start), (document, expected) in zip(case.places, case.documents, strict=True):
         here = slice(start, start + len(document))
         length = length_at.get(row * tokens + start, 0)
-        assert length >= len(document), f"{where}: {admitted.layout}"
-        assert not ids[row, start + len(document) : start + length].any(), f"{where}: {admitted.layout}"  # padding
+        assert length >= len(document), f"{where}: {admitted.micro_batch.layout}"
+        assert not ids[row, start + len(document) : start + length].any(), (
+            f"{where}: {admitted.micro_batch.layout}"
+        )  # padding
         assert positions.expand_as(ids)[row, here].tolist() == list(range(len(document))), f"{where}: {positions}"
         assert targets[row, here].tolist() == expected, f"{where}: {targets}"
-    assert admitted.targets == case.targets == int((targets != IGNORE).sum()), f"{where}: {admitted.targets} targets"
+    assert admitted.micro_batch.targets == case.targets == int((targets != IGNORE).sum()), (
+        f"{where}: {admitted.micro_batch.targets} targets"
+    )
     return "exact"
 
 

@@ -46,7 +46,7 @@ def come_in(contract: Contract | None = None, **batch) -> Admitted:
 
 
 def lengths(admitted: Admitted) -> list[int]:
-    return admitted.layout.segments[:, 3].tolist()
+    return admitted.micro_batch.layout.segments[:, 3].tolist()
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
@@ -55,7 +55,7 @@ def test_every_description_alone(name):
     assert lengths(admitted) == LENGTHS
     assert admitted.arguments["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3, 4, 5]]
     assert admitted.lengths.tolist() == [[3, 3, 3, 1, 6, 6, 6, 6, 6, 6]]
-    assert admitted.targets == 7
+    assert admitted.micro_batch.targets == 7
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.permutations(DESCRIPTIONS, 2)))
@@ -81,7 +81,11 @@ def test_a_padding_mask_cuts_beside_every_description(name):
     labels = torch.cat([LABELS, torch.zeros(1, 2, dtype=torch.long)], 1)  # on padding as well
     for kind in (torch.long, torch.bool, torch.int32):
         admitted = come_in(input_ids=ids, labels=labels, attention_mask=mask.to(kind), **{name: more[name]})
-        assert lengths(admitted)[:2] == LENGTHS[:2] and lengths(admitted)[2] in (6, 8) and admitted.targets == 7
+        assert (
+            lengths(admitted)[:2] == LENGTHS[:2]
+            and lengths(admitted)[2] in (6, 8)
+            and admitted.micro_batch.targets == 7
+        )
         assert admitted.lengths[0, :10].tolist() == [3, 3, 3, 1, 6, 6, 6, 6, 6, 6]
         assert admitted.arguments["attention_mask"].tolist() == mask.tolist()
 
@@ -95,7 +99,7 @@ def test_plain_and_padded_rows():
     assert lengths(admitted) == [2, 3, 5]  # padding behind a document belongs to it
     assert admitted.arguments["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
     assert admitted.lengths.tolist() == [[2, 2, 3, 3, 3], [4, 4, 4, 4, 4]]
-    assert admitted.targets == 2 + 3
+    assert admitted.micro_batch.targets == 2 + 3
     ones = come_in(input_ids=rows, labels=rows, attention_mask=torch.ones_like(rows))
     assert lengths(ones) == [5, 5] and ones.arguments["attention_mask"] is None
 
@@ -171,41 +175,41 @@ def test_targets_stay_inside_documents_and_it_is_said():
     said = []
     given = {"input_ids": IDS, "labels": IDS, **DESCRIPTIONS["position_ids"]}
     admitted = admit(given, Contract(), Limits(97, 97), say=said.append)
-    assert admitted.arguments["labels"].tolist() == LABELS.tolist() and admitted.targets == 7
+    assert admitted.arguments["labels"].tolist() == LABELS.tolist() and admitted.micro_batch.targets == 7
     assert given["labels"] is IDS and IDS.tolist() == [list(range(10))]  # the caller's own is as it was
     assert len(said) == 1 and "left out" in said[0]
     crossing = torch.arange(1, 11)[None]
     admitted = admit({**given, "shift_labels": crossing}, Contract(), Limits(97, 97), say=said.append)
-    assert admitted.arguments["shift_labels"].tolist() == SHIFTED.tolist() and admitted.targets == 7
-    assert admit({**given, "labels": LABELS, "num_targets": 7}, Contract(), say=pytest.fail).targets == 7
+    assert admitted.arguments["shift_labels"].tolist() == SHIFTED.tolist() and admitted.micro_batch.targets == 7
+    assert admit({**given, "labels": LABELS, "num_targets": 7}, Contract(), say=pytest.fail).micro_batch.targets == 7
 
 
 def test_a_model_s_own_reading_of_labels():
     same = Contract(targets="same", takes_shift_labels=False)
-    assert come_in(same, **DESCRIPTIONS["layout"], labels=IDS).targets == 10
+    assert come_in(same, **DESCRIPTIONS["layout"], labels=IDS).micro_batch.targets == 10
     # A language model that does not shift gets the targets in the place of labels; a classifier keeps its labels.
     both = {"input_ids": IDS, "labels": IDS, "shift_labels": SHIFTED, **DESCRIPTIONS["layout"]}
     assert admit(both, same, Limits(97, 97)).arguments["labels"].tolist() == SHIFTED.tolist()
     tags = admit(both, same, Limits(97, 97, labels_are_tokens=False))
-    assert tags.arguments["labels"].tolist() == IDS.tolist() and tags.targets == 10
+    assert tags.arguments["labels"].tolist() == IDS.tolist() and tags.micro_batch.targets == 10
     # A model that shifts by itself finds the targets of shift_labels where it looks for them.
     own = admit(both, Contract(takes_shift_labels=False), Limits(97, 97))
     assert own.arguments["labels"].tolist() == LABELS.tolist() and "shift_labels" not in own.arguments
     nothing = admit(both, Contract(targets=None))
-    assert nothing.targets == 0 and nothing.arguments["labels"] is IDS
+    assert nothing.micro_batch.targets == 0 and nothing.arguments["labels"] is IDS
 
 
 def test_what_a_model_cannot_do_is_refused_by_document():
     with pytest.raises(LayoutError, match="a document has 6 tokens"):
         come_in(Contract(longest_document=5), **DESCRIPTIONS["layout"])
-    assert come_in(Contract(longest_document=6), **DESCRIPTIONS["layout"]).targets == 7
+    assert come_in(Contract(longest_document=6), **DESCRIPTIONS["layout"]).micro_batch.targets == 7
     with pytest.raises(LayoutError, match="row 0 holds 3 documents"):
         come_in(Contract(whole_rows=True), **DESCRIPTIONS["layout"])
     # Long padding is no long document.
     padded = {"attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0, 0, 0]])}
     come_in(Contract(longest_document=3), **padded)
     classes = {"labels": torch.tensor([1]), **padded}
-    assert come_in(Contract(whole_rows=True), **classes).targets == 0
+    assert come_in(Contract(whole_rows=True), **classes).micro_batch.targets == 0
 
 
 def test_a_layout_of_several_ranks():
@@ -213,7 +217,7 @@ def test_a_layout_of_several_ranks():
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
     given = {"input_ids": IDS, "labels": IDS, "shift_labels": SHIFTED, "position_ids": positions, "layout": shared}
     admitted = admit(given, Contract(), place=(0, 2))
-    assert admitted.layout is shared
+    assert admitted.micro_batch.layout is shared
     assert admitted.lengths.tolist() == [[6] * 6 + [7] * 4]
     for change, words in (
         ({"position_ids": None}, "needs position_ids"),
@@ -223,7 +227,7 @@ def test_a_layout_of_several_ranks():
         with pytest.raises((LayoutError, BatchError), match=words):
             admit({**given, **change}, Contract(), place=(0, 2))
     later = {"input_ids": IDS[:, :3], "position_ids": torch.tensor([[4, 5, 6]]), "layout": shared}
-    assert admit(later, Contract(), place=(1, 2)).layout is shared
+    assert admit(later, Contract(), place=(1, 2)).micro_batch.layout is shared
     with pytest.raises(LayoutError, match="begins at position 0, not 4"):
         admit({**later, "position_ids": torch.tensor([[0, 1, 2]])}, Contract(), place=(1, 2))
     with pytest.raises(LayoutError, match="3 tokens for rank 1, input_ids has 1 x 10"):
@@ -249,18 +253,18 @@ def test_a_batch_without_tokens_gets_one_that_is_in_no_loss():
     nothing = torch.empty((1, 0), dtype=torch.long)
     for ids in ({"input_ids": nothing}, {"inputs_embeds": torch.empty(1, 0, 8)}):
         admitted = admit({**ids, "labels": nothing, "use_cache": False, "num_targets": 0}, Contract())
-        assert admitted.nothing and admitted.targets == 0
+        assert admitted.nothing and admitted.micro_batch.targets == 0
         shapes = {key: tuple(v.shape) for key, v in admitted.arguments.items() if torch.is_tensor(v)}
         assert shapes == {**{key: (1, 1, *v.shape[2:]) for key, v in ids.items()}, "labels": (1, 1)}
         assert admitted.arguments["labels"].item() == -100 and admitted.arguments["use_cache"] is False
     padding = come_in(attention_mask=torch.zeros(1, 10).long())
-    assert padding.nothing and padding.targets == 0 and padding.arguments["attention_mask"] is None
+    assert padding.nothing and padding.micro_batch.targets == 0 and padding.arguments["attention_mask"] is None
 
 
 def test_tokens_have_a_digest_where_it_is_wanted():
-    digests = [admit({"input_ids": IDS + n}, Contract(), digest=True).tokens_digest for n in (0, 0, 1)]
+    digests = [admit({"input_ids": IDS + n}, Contract(), digest=True).micro_batch.tokens_digest for n in (0, 0, 1)]
     assert digests[0] == digests[1] != digests[2] and all(0 < d < 1 << 63 for d in digests)
-    assert admit({"input_ids": IDS}, Contract()).tokens_digest == 0
+    assert admit({"input_ids": IDS}, Contract()).micro_batch.tokens_digest == 0
 
 
 def test_which_batches_name_documents_in_evaluation():

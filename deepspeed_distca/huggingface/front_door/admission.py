@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.front_door.claims import CUMULATIVE, documents_of, empty_layout
 from deepspeed_distca.huggingface.front_door.targets import count_targets, read_step_targets, with_targets
@@ -50,19 +51,14 @@ class Admitted:
     """A batch that came through.
 
     Attributes:
-        layout: of this rank alone, or of all that share attention; no rank of it is without a token.
-        targets: target tokens of this rank; 0 where they were not to be counted.
-        step_targets: the same over the accumulation step, as the batch says; None: it does not.
-        tokens_digest: of the token ids, 63 bits, to compare ranks by; 0: not computed.
+        micro_batch: what the ranks are told of it. No rank of its layout is without a token; targets are 0 where they
+            were not to be counted, and so is the digest of the tokens.
         arguments: what the model gets.
         nothing: there is no real token: one stands in, which may have no part in any loss.
         lengths: how long the document of each token is as a whole, int64 [batch, tokens], wherever it is stored.
     """
 
-    layout: Layout
-    targets: int
-    step_targets: int | None
-    tokens_digest: int
+    micro_batch: MicroBatch
     arguments: dict[str, Any]
     nothing: bool
     lengths: np.ndarray
@@ -114,11 +110,14 @@ def admit(
     said, targets = given.get("num_targets"), 0
     if (count or said is not None) and contract.targets is not None and not contract.whole_rows:
         targets = count_targets(arguments, said, rows * tokens, contract)
-    return Admitted(
+    micro_batch = MicroBatch(
         layout,
         targets if count else 0,
         read_step_targets(given.get("step_targets"), targets),
         digest_of(given.get("input_ids")) if digest else 0,
+    )
+    return Admitted(
+        micro_batch,
         arguments,
         nothing,
         np.repeat(lengths, mine[:, LENGTH]).reshape(rows, tokens),

@@ -5,6 +5,9 @@ Importing ``deepspeed_distca`` wraps ``deepspeed.initialize`` (:func:`install`);
 gets an attribute ``engine.distca``. Without the block, or with ``"enabled": false``, the engine is returned untouched.
 Nothing is added to the model's modules or state: hooks only, which ``engine.distca.detach()`` removes. What it builds
 is in ``engine_runtime`` and ``pipeline.runtime``, and for both in ``building``.
+
+DeepSpeed is touched there and here, in ``monitor``, in the rest of ``pipeline`` and in ``huggingface.twice_called``; what
+is not public of it, of torch and of transformers goes through ``compat`` alone, which is asked for all of it first.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 import deepspeed_distca
 from deepspeed_distca.attention_server.coordination.agreement import AgreementError
 from deepspeed_distca.attention_server.coordination.hello import Hello, Meeting, say_hello
+from deepspeed_distca.compat import Need, check
+from deepspeed_distca.compat.deepspeed import show_in_config
 from deepspeed_distca.config import (
     BLOCK,
     DistCAConfig,
@@ -82,6 +87,7 @@ def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -
     Raises:
         DistCAConfigError: a block that cannot be used, or an engine with which it cannot be combined.
         UnsupportedModelError: a model whose attention cannot be dispatched exactly.
+        CompatError: a version of torch, DeepSpeed or transformers that lacks a name which is needed and not public.
         AgreementError: another rank has no block, another one, another model, or an error; on all ranks, within the
             block's ``timeout_seconds``.
     """
@@ -118,12 +124,13 @@ def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -
                 print("distca: an earlier engine of this model computes core attention without the plugin from now on")
             earlier.detach()
         engine.distca = Runtime(engine, options, prepared, meeting)
-    engine._config.distca_config = options  # shown in DeepSpeed's dump of its configuration
+    show_in_config(engine, "distca_config", options)
     return engine
 
 
 def _prepare(engine: DeepSpeedEngine, options: DistCAConfig) -> PreparedDecoder | PreparedPipeline:
     """What this rank can find out alone."""
+    check(*_needs(engine, options))
     if not isinstance(engine, PipelineEngine):
         return Runtime.prepare(engine, options)
     if options.overlap == "ping_pong":
@@ -134,6 +141,19 @@ def _prepare(engine: DeepSpeedEngine, options: DistCAConfig) -> PreparedDecoder 
     module = engine.module
     heads = heads_of(module.config, next(module.parameters()).dtype) if hasattr(module, "config") else None
     return PipelineRuntime.prepare(engine, options, heads)
+
+
+def _needs(engine: DeepSpeedEngine, options: DistCAConfig) -> list[Need]:
+    """What is needed of names that are not public."""
+    if isinstance(engine, PipelineEngine):
+        return ["engine", "pipeline"]
+    needs: list[Need] = ["engine"]
+    zero_3 = engine.zero_optimization_stage() == 3
+    if zero_3:
+        needs.append("zero_3")
+    if options.overlap == "ping_pong":
+        needs += ["ping_pong", "ping_pong_zero_3"] if zero_3 else ["ping_pong"]
+    return needs
 
 
 def _meet(hello: Hello, seconds: float, error: Exception | None) -> Meeting:

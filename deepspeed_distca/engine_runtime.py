@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import groups
 from transformers import PreTrainedModel
 
 from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
@@ -24,6 +23,7 @@ from deepspeed_distca.attention_server.server import NanoBatches
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.building import Sharing, attention_dtype, build_server
+from deepspeed_distca.compat.deepspeed import forget_trace, sequence_parallel_size
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import choose_kernel, cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.huggingface.adapter import (
@@ -165,7 +165,7 @@ class Runtime:
                 modules,
                 device=engine.device,
                 probe=config.advanced.probe,
-                forget=functools.partial(_forget_trace, engine),
+                forget=functools.partial(forget_trace, engine),
             )
         unweighted = config.token_weighted_loss and contract.weighting is None
         if unweighted and "labels" in inspect.signature(decoder.forward).parameters and dist.get_rank() == 0:
@@ -267,14 +267,6 @@ class Runtime:
                 part.remove()
 
 
-def _forget_trace(engine: DeepSpeedEngine) -> None:
-    """ZeRO-3 records the order in which a step's modules fetch parameters, and expects the next step to keep it."""
-    offload = getattr(engine.optimizer, "parameter_offload", None)
-    coordinator = None if offload is None else offload.get_param_coordinator()
-    if coordinator is not None and not coordinator.is_invalid_trace():
-        coordinator._invalidate_trace()
-
-
 def _nano_batches(config: DistCAConfig, servers: int, ranks: int) -> NanoBatches:
     """Which micro-batches run as two nano-batches. Ranks must go through a model's modules in the same order, for
     ZeRO-3's sake and tensor parallelism's, so groups of servers do not decide each for itself."""
@@ -319,7 +311,7 @@ def heads_of(config: Any, dtype: torch.dtype) -> Heads:
 
 def _check_engine(engine: DeepSpeedEngine) -> None:
     refused = {
-        "sequence parallelism (Ulysses, ALST)": groups._get_sequence_parallel_world_size() > 1,
+        "sequence parallelism (Ulysses, ALST)": sequence_parallel_size() > 1,
     }
     for what, found in refused.items():
         if found:

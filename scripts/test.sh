@@ -13,7 +13,7 @@ export PYTHONNOUSERSITE=1 PATH="$PWD/.venv/bin:$PATH"
 unset PYTHONPATH PYTHONHOME
 case "$*" in
     # Ranks wait for each other most of the time: more workers than cores.
-    "" | --slow) exec python -m pytest -n "$(($(nproc) * 3 / 2 + 1))" --dist loadgroup --durations=25 "$@" ;;
-    --quick) exec python -m pytest -n "$(nproc)" --dist loadgroup --durations=25 --quick ;;
+    "" | --slow) exec python -m pytest -n "$(($(nproc) * 3 / 2 + 1))" --durations=25 "$@" ;;
+    --quick) exec python -m pytest -n "$(nproc)" --durations=25 --quick ;;
     *) exec python -m pytest "$@" ;;
 esac

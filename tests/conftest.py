@@ -6,6 +6,7 @@ The time limit of each test is pytest-timeout's, set in pyproject.toml.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ if not torch.cuda.is_available():
 # Nothing is fetched: a test that names a model of the hub by mistake fails at once instead of waiting for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+ROOT = Path(__file__).parents[1]
 #: Functions that start processes.
 STARTERS = {("tests.distributed.harness", name) for name in ("run_ranks", "run_program", "forking")}
 
@@ -37,16 +39,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="of the tests marked `ranks` run those marked `quick` alone")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests go to pytest-xdist's workers one by one, those of a file that share what it makes once all to the same.
+    (Its own way of saying so, ``xdist_group``, has no effect with pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Schedule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return file if _shares(file := nodeid.split("::")[0]) else nodeid
+
+    return Schedule(config, log)
+
+
+@functools.cache
+def _shares(file: str) -> bool:
+    text = (ROOT / file).read_text()
+    return 'scope="module"' in text or "functools.cache" in text
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests that start processes as `ranks`, and leaves out what is not to run."""
     starts: dict[Any, bool] = {}
     for item in items:
         if any(_starts(function, starts) for function in _functions(item)):
             item.add_marker(pytest.mark.ranks)
-        if any(fixture.scope == "module" for fixture in _fixtures(item)):
-            # pytest-xdist: in one worker, since the fixture is made once in each.
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
     if config.getoption("--quick"):
         left_out = {i for i in items if i.get_closest_marker("ranks") and not i.get_closest_marker("quick")}
         config.hook.pytest_deselected(items=list(left_out))

@@ -4,9 +4,12 @@ at attach, and that nothing else in the package uses any."""
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import datasets
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +25,7 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 
 import deepspeed_distca
 from deepspeed_distca import compat
+from deepspeed_distca.attention_server.exchange.peer_copy import opening
 from deepspeed_distca.compat import CompatError
 from deepspeed_distca.compat import datasets as compat_datasets
 from deepspeed_distca.compat import torch as compat_torch
@@ -309,3 +314,140 @@ def test_what_nobody_asked_for_is_not_missed(monkeypatch):
     take_away(monkeypatch, "torch.distributed._symmetric_memory", "rendezvous")
     take_away(monkeypatch, "deepspeed.runtime.pipe.engine.PipelineEngine", "_exec_schedule")
     compat.check("engine", "zero_3", "ping_pong", "ping_pong_zero_3", "torch_varlen", "datasets")
+
+
+def test_peer_copies_are_not_had_where_a_name_is_gone(monkeypatch):
+    take_away(monkeypatch, "torch.distributed._symmetric_memory", "rendezvous")
+    monkeypatch.setattr(opening, "CudaStreams", lambda device: None)
+    monkeypatch.setattr(opening, "gather", lambda group, device, mine: [mine])
+    monkeypatch.setattr(opening.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(opening.dist, "get_world_size", lambda group: 1)
+    exchange, problem = opening.open_peer_copies(None, torch.device("cpu"), 1 << 20, 1.0)
+    assert exchange is None
+    assert problem.startswith(f"rank 0: CompatError: torch {torch.__version__} has no")
+
+
+class Engine:
+    """As much of an engine as attach() may look at before it has asked for what it needs."""
+
+    def __init__(self, **block: Any) -> None:
+        self.config = {"distca": block}
+
+    def zero_optimization_stage(self) -> int:
+        return 3
+
+
+class Pipeline(Engine, PipelineEngine):
+    def __init__(self) -> None:
+        object.__setattr__(self, "config", {"distca": {}})
+        object.__setattr__(self, "distca", None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "owner", "name"),
+    [
+        (lambda: Engine(), "torch._C", "_current_graph_task_id"),
+        (
+            lambda: Engine(),
+            "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator",
+            "_invalidate_trace",
+        ),
+        (lambda: Pipeline(), "deepspeed.runtime.pipe.schedule.PipeSchedule", "_buffer_idx"),
+    ],
+)
+def test_attach_raises_before_anything_else(engine, owner, name, monkeypatch):
+    take_away(monkeypatch, owner, name)
+    with pytest.raises(CompatError, match=name):
+        deepspeed_distca.attach(engine())
+
+
+@pytest.mark.parametrize("text", ["ds_grads_remaining", "self._gradient_checkpointing_func("])
+def test_attach_misses_what_only_instances_have(text, monkeypatch):
+    own = SourceFileLoader.get_source
+    monkeypatch.setattr(SourceFileLoader, "get_source", lambda self, name: own(self, name).replace(text, "renamed"))
+    with pytest.raises(CompatError, match=re.escape(text)):
+        deepspeed_distca.attach(Engine(overlap="ping_pong"))
+
+
+# -- nothing else has any
+
+#: Not public by their looks alone: two of Python's own, and those of named tuples.
+DOCUMENTED = {"os._exit", "sys._current_frames", "_asdict", "_fields", "_replace"}
+#: Of another object of the same class, or of the same file.
+OWN = {"copies.py: other._rings", "statistics.py: self._exchange._timed"}
+#: flash-attention has no other functions; each of its versions has a file of its own.
+LIBRARIES = re.compile(r"flash_attention_\d\.py: (self\._library\.)?_flash_attn_\w+")
+#: What compat's names end in, whether it begins with an underscore or not.
+WORDS = {re.findall(r"\w*[a-z]\w*", name)[-1] for _, noted in compat.functions() for name in noted.names}
+
+
+@cache
+def defined() -> frozenset[str]:
+    """Names that the package gives to something of its own."""
+    found = set()
+    for node in (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _of_self(node):
+            found.add(node.attr)
+    return frozenset(found)
+
+
+def _of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def names_of_others(code: str) -> Iterator[str]:
+    """What some code uses that is neither public nor the package's own."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):
+            private = re.match(r"_[^_]", node.attr) or node.attr in WORDS
+            if private and not (_of_self(node) and node.attr in defined()):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            private = re.fullmatch(r"_(?!_|distca)\w+", node.value) or node.value in WORDS
+            if private and node.value not in defined():
+                yield node.value
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            paths = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            if any(re.search(r"(^|\.)_[^_]", path) for path in paths):
+                yield ast.unparse(node)
+
+
+def test_nothing_else_uses_what_is_not_public():
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.parent.name == "compat":
+            continue
+        for name in names_of_others(path.read_text()):
+            place = f"{path.name}: {name}"
+            documented = name in DOCUMENTED or name.rpartition(".")[2] in DOCUMENTED
+            if not documented and place not in OWN and not LIBRARIES.fullmatch(place):
+                found.append(f"{path.relative_to(PACKAGE)}: {name}")
+    assert not found, "use a function of deepspeed_distca.compat, or add one"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "engine._config.distca_config = 1",
+        "self._buffer_idx(0)",
+        "torch.ops.aten._flash_attention_forward(q)",
+        'getattr(model, "_is_stateful", False)',
+        'setattr(module, "ds_grads_remaining", 0)',
+        "engine.optimizer.parameter_offload",
+        "from torch._C import _autograd",
+        "from torch.utils import _pytree",
+        "import torch.distributed._symmetric_memory as memory",
+    ],
+)
+def test_the_rule_finds(code):
+    assert list(names_of_others(code))
+
+
+def test_compat_imports_nothing_of_the_package():
+    for path in (PACKAGE / "compat").glob("*.py"):
+        imported = re.findall(r"from (deepspeed_distca\S*) import|import (deepspeed_distca\S*)", path.read_text())
+        assert {"".join(names) for names in imported} <= {"deepspeed_distca.compat"}

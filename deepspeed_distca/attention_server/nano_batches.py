@@ -26,6 +26,7 @@ from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.steps import BackwardSteps, ForwardSteps, Given, LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.compat.torch import in_backward
 
 
 class OverlapError(RuntimeError):
@@ -107,7 +108,7 @@ class HalfPlan:
                 "of parameters once for each. Set use_reentrant=False (transformers: "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}), or `distca.overlap` to "local_first"'
             )
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             raise OverlapError(
                 "a layer is recomputed in backward, but its core attention was not kept. Checkpoint layers by "
                 'transformers or torch with use_reentrant=False, or set `distca.overlap` to "local_first"'

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
+from deepspeed_distca.compat import check
+from deepspeed_distca.compat.datasets import row_numbers
 from deepspeed_distca.data.documents import KNOWN_KEYS, Document, read_documents
 
 _READ = ("input_ids", "labels", "attention_mask")
@@ -97,9 +99,8 @@ class ArrowDocuments(IndexedDocuments):
             kind = column.type
             if not hasattr(kind, "value_type") or not pa.types.is_integer(kind.value_type):
                 raise TypeError(f"column {name!r} of the dataset must hold lists of integers, but holds {kind}")
-        # The dataset's own order over the rows of its table; there is no public name for it.
-        indices = getattr(data, "_indices", None)
-        self._rows = None if indices is None else indices.column(0)
+        check("datasets")
+        self._rows = row_numbers(data)  # the dataset's own order over the rows of its table
 
     def _read_lengths(self) -> np.ndarray:
         import pyarrow.compute as pc

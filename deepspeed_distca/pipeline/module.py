@@ -103,7 +103,7 @@ class DecoderPipeline(PipelineModule):
         for index, layer in enumerate(self.forward_funcs):
             if isinstance(layer, partial):  # the tied head
                 continue
-            inner, outer = self._names[self._local_start + index]
+            inner, outer = self._names[self.parts[self.stage_id] + index]
             for name, value in layer.state_dict().items():
                 state[outer + name.removeprefix(inner)] = value.detach()
         return state
@@ -112,7 +112,7 @@ class DecoderPipeline(PipelineModule):
         """Writes the whole model as ``from_pretrained`` reads it: one file for each stage, an index and the
         configuration. Collective over all ranks; the folder must be the same one on all of them."""
         folder = Path(folder)
-        writes = self._grid.get_data_parallel_rank() == 0
+        writes = self.mpu().get_data_parallel_rank() == 0
         stage, stages = self.stage_id, self.num_stages
         folder.mkdir(parents=True, exist_ok=True)
         if writes:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``engine.distca`` of a PipelineEngine: plans the ticks of its batches and runs its schedules with them.
 
-Touches of the engine, all on the instance and all undone by :meth:`PipelineRuntime.detach`: ``_exec_schedule`` (reads
-and agrees on the batch first, and runs the same-phase schedule in the place of DeepSpeed's where the whole grid shares
-attention), ``_INSTRUCTION_MAP`` (forward and backward passes run with their plans; two instructions more, for ranks
-that serve) and, during a batch, ``_next_batch``.
+Touches of the engine, all on the instance, by ``compat.deepspeed``, and all undone by :meth:`PipelineRuntime.detach`:
+how it runs a schedule (reads and agrees on the batch first, and runs the same-phase schedule in the place of
+DeepSpeed's where the whole grid shares attention), its instructions (forward and backward passes run with their plans;
+two instructions more, for ranks that serve) and, during a batch, where it takes a micro-batch from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,14 @@ from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.building import Sharing, attention_dtype, build_server
+from deepspeed_distca.compat.deepspeed import (
+    own_schedule,
+    replace_next_batch,
+    replace_schedule,
+    restore_schedule,
+    schedule_is_replaced,
+)
+from deepspeed_distca.compat.transformers import attention_name, set_attention_name
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.huggingface.attention_function import FIRST, NAME
@@ -199,30 +206,25 @@ class PipelineRuntime:
         anew. To be called on all ranks."""
         self.detached = True
         self._watch.close()
-        for name in ("_exec_schedule", "_INSTRUCTION_MAP", "_next_batch"):
-            self._engine.__dict__.pop(name, None)
+        restore_schedule(self._engine)
 
     def _install(self) -> None:
         engine = self._engine
-        own = dict(engine._INSTRUCTION_MAP)
-        self._exec_schedule, self._forward_pass, self._backward_pass = (
-            engine._exec_schedule,
-            own[ds.ForwardPass],
-            own[ds.BackwardPass],
-        )
-        engine._exec_schedule = self._run
-        engine._INSTRUCTION_MAP = {
+        self._run_schedule, own = own_schedule(engine)
+        self._forward_pass, self._backward_pass = own[ds.ForwardPass], own[ds.BackwardPass]
+        instructions = {
             **own,
             ds.ForwardPass: lambda _, buffer_id: self._forward(buffer_id),
             ds.BackwardPass: lambda _, buffer_id: self._backward(buffer_id),
             ServeForward: lambda _: self._serve_forward(),
             ServeBackward: lambda _: self._serve_backward(),
         }
+        replace_schedule(engine, self._run, instructions)
 
     # -- a batch
 
     def _run(self, schedule: ds.PipeSchedule) -> None:
-        """In the place of the engine's ``_exec_schedule``."""
+        """In the place of the engine's own way to run a schedule."""
         if isinstance(schedule, ds.TrainSchedule):
             ours = SamePhaseSchedule
         elif isinstance(schedule, ds.InferenceSchedule):
@@ -245,9 +247,9 @@ class PipelineRuntime:
             finally:
                 self._watch.given_up()
             with self._watch.phase("the pipeline's schedule"):
-                self._exec_schedule(schedule)
+                self._run_schedule(schedule)
         finally:
-            self._engine.__dict__.pop("_next_batch", None)
+            replace_next_batch(self._engine, None)
             self._open.clear()
             self._parts = []
             if self._weight_loss:
@@ -276,7 +278,7 @@ class PipelineRuntime:
             # The engine averages over micro-batches and replicas.
             self._module.loss_fn.divisor = targets / (micro_batches * self._topology.all_replicas) or 1.0
         loaded = iter(batches)
-        self._engine._next_batch = lambda: next(loaded)
+        replace_next_batch(self._engine, lambda: next(loaded))
         self._at = 0
         self._plan()
 
@@ -356,14 +358,14 @@ class PipelineRuntime:
     def _with_plans(self, attention: MicroBatchAttention) -> Iterator[None]:
         """Layers that run in here, for the first time or in recomputation, follow these plans."""
         context, config = self._module.context, self._module.config
-        ordinary = config._attn_implementation
+        ordinary = attention_name(config)
         context.plans, context.kept = attention.layers, attention.kept
-        config._attn_implementation = NAME
+        set_attention_name(config, NAME)
         try:
             yield
         finally:
             context.plans = context.kept = None
-            config._attn_implementation = "sdpa" if ordinary in (NAME, FIRST) else ordinary
+            set_attention_name(config, "sdpa" if ordinary in (NAME, FIRST) else ordinary)
 
 
 class _Topology:
@@ -415,5 +417,5 @@ def _check_engine(engine: PipelineEngine) -> None:
         )
     if engine.grid.model_parallel_size > 1:
         raise DistCAConfigError(f"the `{BLOCK}` block cannot be combined with tensor parallelism in a pipeline")
-    if not isinstance(engine._exec_schedule, MethodType):
+    if schedule_is_replaced(engine):
         raise DistCAConfigError("the engine's _exec_schedule was replaced by something else")

@@ -19,6 +19,8 @@ from typing import Literal
 
 from deepspeed.runtime.pipe import schedule as ds
 
+from deepspeed_distca.compat.deepspeed import buffer_of, has_stage
+
 Phase = Literal["forward", "backward"]
 
 
@@ -95,10 +97,10 @@ class _TickSchedule(ds.PipeSchedule):
             commands = self._exchange(tick.phase, before[tick.phase], now)
             if tick.phase == "forward":
                 if now is not None and (self.is_first_stage or self.is_last_stage):
-                    commands.append(ds.LoadMicroBatch(self._buffer_idx(now)))
-                commands.append(ServeForward() if now is None else ds.ForwardPass(self._buffer_idx(now)))
+                    commands.append(ds.LoadMicroBatch(buffer_of(self, now)))
+                commands.append(ServeForward() if now is None else ds.ForwardPass(buffer_of(self, now)))
             else:
-                commands.append(ServeBackward() if now is None else ds.BackwardPass(self._buffer_idx(now)))
+                commands.append(ServeBackward() if now is None else ds.BackwardPass(buffer_of(self, now)))
             before[tick.phase] = now
             yield commands + (self.finish() if index == len(ticks) - 1 else [])
 
@@ -111,8 +113,8 @@ class _TickSchedule(ds.PipeSchedule):
             send, receive, to, source = ds.SendActivation, ds.RecvActivation, self.next_stage, self.prev_stage
         else:
             send, receive, to, source = ds.SendGrad, ds.RecvGrad, self.prev_stage, self.next_stage
-        sends = [send(self._buffer_idx(before))] if before is not None and self._valid_stage(to) else []
-        receives = [receive(self._buffer_idx(now))] if now is not None and self._valid_stage(source) else []
+        sends = [send(buffer_of(self, before))] if before is not None and has_stage(self, to) else []
+        receives = [receive(buffer_of(self, now))] if now is not None and has_stage(self, source) else []
         return sends + receives if self.stage_id % 2 == 0 else receives + sends
 
 

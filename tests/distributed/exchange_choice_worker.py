@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed_distca.attention_server.exchange import choice
 from deepspeed_distca.attention_server.exchange.peer_copy import opening
 from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
+from deepspeed_distca.compat.torch import without_multicast
 
 NO_MEMORY = "RuntimeError: CUDA driver error: out of memory"
 NO_ACCESS = "RuntimeError: GPU 0 cannot access the memory of GPU 1"
@@ -48,7 +49,7 @@ def agree() -> dict:
             for problem in (NO_MEMORY, NO_ACCESS)
         }
     os.environ.pop("TORCH_SYMM_MEM_DISABLE_MULTICAST", None)
-    with opening._without_multicast():
+    with without_multicast():
         found["inside"] = os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"]
     found["outside"] = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST")
     # Whatever was agreed, messages still travel.

@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from deepspeed_distca.compat import torch as compat
+
 #: No message of ours or of torch's has it.
 _NO_MESSAGE = 0x64697374
 #: By default process group.
@@ -27,8 +29,7 @@ class StoreError(RuntimeError):
 
 def default_store() -> dist.Store:
     """The store of the default process group: a connection of its own, where the store's kind has such, so that nobody
-    waits for a call of torch's own; one for all of this process, since they may be slow to make. By a private name of
-    torch (tried with 2.13).
+    waits for a call of torch's own; one for all of this process, since they may be slow to make.
 
     Raises:
         StoreError: torch no longer has that name, or the process group was made without a store.
@@ -36,7 +37,7 @@ def default_store() -> dist.Store:
     if dist.group.WORLD in _CONNECTIONS:
         return _CONNECTIONS[dist.group.WORLD]
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = compat.default_store()
     except (AttributeError, ValueError, KeyError) as error:
         raise StoreError(
             f"torch {torch.__version__} has no store by which the ranks could say what they run ({error}); "

@@ -25,7 +25,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from deepspeed_distca.attention_server.coordination.agreement import AgreementError
@@ -38,6 +37,7 @@ from deepspeed_distca.attention_server.coordination.signs import (
     silent_in_words,
 )
 from deepspeed_distca.attention_server.coordination.store import close_connections, default_store
+from deepspeed_distca.compat.torch import after_backward
 
 #: Seconds between two looks.
 _EVERY = 0.5
@@ -153,7 +153,7 @@ class Watch:
         if not self._inside and self._phase != "backward":
             # Not through the engine: the end comes by autograd's own callback.
             self._phase = "backward"
-            torch.autograd.Variable._execution_engine.queue_callback(self.given_up)
+            after_backward(self.given_up)
         try:
             yield
         except Exception as error:

@@ -23,6 +23,7 @@ from deepspeed_distca.attention_server.kernels.libraries import (
 )
 from deepspeed_distca.attention_server.kernels.packed import PackedCall, PackedKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.compat.torch import undecorated
 
 DISTRIBUTION = "flash_attn_3"
 
@@ -75,8 +76,7 @@ class FlashAttention3Kernel(PackedKernel):
     def _parameters(self) -> dict[str, Mapping[str, inspect.Parameter]]:
         """Of the library's functions, by name."""
         functions = {name: getattr(self._library, name) for name in ("_flash_attn_forward", "_flash_attn_backward")}
-        # A custom op keeps the function that it was made from.
-        return {name: inspect.signature(getattr(f, "_init_fn", f)).parameters for name, f in functions.items()}
+        return {name: inspect.signature(undecorated(f)).parameters for name, f in functions.items()}
 
     def _call(self, name: str, tensors: dict[str, torch.Tensor], call: PackedCall, spec: AttentionSpec) -> tuple:
         return getattr(self._library, name)(**_arguments(self._parameters[name], tensors, call, spec))

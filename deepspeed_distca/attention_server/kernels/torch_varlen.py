@@ -14,6 +14,8 @@ from deepspeed_distca.attention_server.kernels.api import AttentionShape, Backwa
 from deepspeed_distca.attention_server.kernels.libraries import check_flash, window_sizes
 from deepspeed_distca.attention_server.kernels.packed import PackedCall, PackedKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.compat import CompatError, check
+from deepspeed_distca.compat.torch import flash_attention_backward, flash_attention_forward
 
 
 class TorchVarlenKernel(PackedKernel):
@@ -26,6 +28,10 @@ class TorchVarlenKernel(PackedKernel):
             return "this PyTorch is built without CUDA (install a CUDA build)"
         if not torch.backends.cuda.is_flash_attention_available():
             return "this PyTorch is built without flash-attention (install a build that has it)"
+        try:
+            check("torch_varlen")
+        except CompatError as error:
+            return str(error)
         return None
 
     def load(self) -> None:
@@ -38,7 +44,7 @@ class TorchVarlenKernel(PackedKernel):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
         left, right = window_sizes(spec)
-        out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
+        out, lse, _, _, _ = flash_attention_forward(
             q,
             k,
             v,
@@ -60,7 +66,7 @@ class TorchVarlenKernel(PackedKernel):
         # No dropout, so the random state is never read.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=inputs.q.device)
         unused = torch.empty(0, device=inputs.q.device)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dq, dk, dv = flash_attention_backward(
             inputs.dout,
             inputs.q,
             inputs.k,

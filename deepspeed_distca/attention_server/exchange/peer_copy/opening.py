@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets peer copies up: staging memory that all ranks of a node can read, tried out before it is used.
 
-The memory comes from torch's symmetric memory, a private interface: whatever it lacks or refuses on any rank, there is
+The memory comes from torch's symmetric memory, which is not public: whatever it lacks or refuses on any rank, there is
 no exchange on all of them, with a reason.
 """
 
@@ -11,8 +11,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,8 +19,9 @@ import torch.distributed as dist
 
 from deepspeed_distca.attention_server.exchange.peer_copy.copies import PeerCopyExchange, header_bytes
 from deepspeed_distca.attention_server.exchange.peer_copy.streams import CudaStreams, DriverError
+from deepspeed_distca.compat import check
+from deepspeed_distca.compat.torch import share_memory, shareable_memory
 
-_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 #: By this torch lets ranks that share a GPU share memory; tests do, where there are more ranks than GPUs.
 _ONE_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _MESSAGE_BYTES = 256
@@ -43,10 +43,7 @@ def open_peer_copies(
 
     def look() -> None:
         state["streams"] = CudaStreams(device)
-        import torch.distributed._symmetric_memory as symmetric_memory
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        state["module"], state["allocate"] = symmetric_memory, _SymmetricMemory.empty_strided_p2p
+        check("peer_copy")
 
     def neighbours() -> None:
         places = state["places"]
@@ -60,17 +57,13 @@ def open_peer_copies(
                 raise RuntimeError(f"GPU {device.index} cannot access the memory of GPU {peer}")
 
     def allocate() -> None:
-        # Straight from the driver, not through a pool of the caching allocator.
-        memory = state["allocate"]((size,), (1,), torch.uint8, device)
+        memory = shareable_memory(size, device)
         memory[: header_bytes(world)].zero_()
         torch.cuda.synchronize(device)
         state["memory"] = memory
 
     def meet() -> None:
-        with _without_multicast():
-            handle = state["module"].rendezvous(state["memory"], group)
-        state["handle"] = handle
-        state["views"] = [handle.get_buffer(peer, (size,), torch.uint8) for peer in range(world)]
+        state["handle"], state["views"] = share_memory(state["memory"], group)
         if state["views"][rank].data_ptr() != state["memory"].data_ptr():
             raise RuntimeError("this rank's own memory has two addresses")
 
@@ -125,21 +118,6 @@ def _places(group: dist.ProcessGroup, device: torch.device, state: dict) -> None
     halves = [int.from_bytes(node[:7], "big"), int.from_bytes(node[7:], "big")]
     mine = torch.tensor([*halves, device.index], dtype=torch.int64)
     state["places"] = [row.tolist() for row in gather(group, device, mine)]
-
-
-@contextmanager
-def _without_multicast() -> Iterator[None]:
-    """The rendezvous sets NVLink multicast up where the fabric claims to have it. Peer copies have no use for it, and
-    the only switch is in the environment."""
-    before = os.environ.get(_MULTICAST)
-    os.environ[_MULTICAST] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_MULTICAST]
-        else:
-            os.environ[_MULTICAST] = before
 
 
 def _try_out(exchange: PeerCopyExchange, rank: int, world: int, device: torch.device, seconds: float) -> None:

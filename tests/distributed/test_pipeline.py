@@ -108,7 +108,6 @@ def test_what_cannot_be_used_is_refused_on_every_rank() -> None:
         assert '"ping_pong" cannot be combined with pipeline stages' in outcome["overlap"]
         assert "`distca.advanced.pipeline_scope` was given 'all'" in outcome["scope"]
         assert "`distca.advanced.pipeline_scopes` is not an option" in outcome["scope"]
-        assert "options: scope" in outcome["option"]
         assert "1 decoder layers cannot be divided over 2 stages" in outcome["stages"]
         assert "model type 'gemma'" in outcome["family"]
         assert "DecoderPipeline (given: PipelineModule)" in outcome["module"]

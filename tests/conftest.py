@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests go to pytest-xdist's workers one by one, those of a file that share what it makes once all to the same.
+    """Tests go to pytest-xdist's workers one by one, those of a file with fixtures of module scope all to the same.
     (Its own way of saying so, ``xdist_group``, has no effect with pytest 9.2.)"""
     from xdist.scheduler import LoadScopeScheduling
 
@@ -53,8 +53,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @functools.cache
 def _shares(file: str) -> bool:
-    text = (ROOT / file).read_text()
-    return 'scope="module"' in text or "functools.cache" in text
+    return 'scope="module"' in (ROOT / file).read_text()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import deepspeed
@@ -130,10 +132,27 @@ def copy_on_host() -> None:
     assert module[0].running_mean.tolist() == [0.0, 0.0] != twin[0].running_mean.tolist()
 
 
-def default_store() -> None:
-    assert in_a_process()["default_store"] == "said"
-    with pytest.raises((ValueError, KeyError)):
-        compat_torch.default_store()
+def peer_memory() -> None:
+    """How torch is asked, where there is no GPU; tests/gpu has real copies."""
+    memory, views = torch.zeros(8, dtype=torch.uint8), [torch.zeros(1), torch.ones(1)]
+    handle, group = mock.Mock(), mock.Mock()
+    handle.get_buffer.side_effect = lambda peer, shape, dtype: views[peer]
+    group.size.return_value = 2
+    switches = []
+
+    def rendezvous(*given: Any) -> mock.Mock:
+        assert given == (memory, group)
+        switches.append(os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST"))
+        return handle
+
+    allocate = "torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p"
+    with mock.patch(allocate, return_value=memory) as allocated:
+        assert compat_torch.shareable_memory(8, torch.device("cpu")) is memory
+    allocated.assert_called_once_with((8,), (1,), torch.uint8, torch.device("cpu"))
+    with mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous):
+        assert compat_torch.share_memory(memory, group) == (handle, views)
+    assert handle.get_buffer.call_args_list == [mock.call(peer, (8,), torch.uint8) for peer in (0, 1)]
+    assert switches == ["1"]
 
 
 def flash_attention() -> None:
@@ -192,12 +211,14 @@ def row_numbers() -> None:
 
 #: What a process of its own found, by function (see compat_worker.py).
 FOUND = {
+    "default_store": "said",
     "sequence_parallel_size": 1,
     "show_in_config": True,
     "forget_trace": [True, False],
     "counts_gradients": [True, False],
     "gradients_to_come": [1, 0],
     "set_gradients_to_come": 5,
+    "is_count": 1,
     "own_schedule": ["BackwardPass", "ForwardPass"],
     "replace_schedule": ["TrainSchedule", "batch", "forward in buffer 0", "TrainSchedule", "forward in buffer 0"],
     "schedule_is_replaced": [False, True, False],
@@ -206,17 +227,6 @@ FOUND = {
     "buffer_of": [0, 1, 0, 1],
     "has_stage": [False, True, True, False],
 }
-
-
-@cache
-def in_a_process() -> dict[str, Any]:
-    return run_ranks("tests.compat_worker:run", 1)[0]
-
-
-def is_count() -> None:
-    found = in_a_process()["is_count"]
-    assert "ds_grads_remaining" in found
-    assert all(name.startswith("ds_") for name in found)
 
 
 TRIED: dict[str, Callable[[], None]] = {
@@ -230,31 +240,39 @@ TRIED: dict[str, Callable[[], None]] = {
         version_of,
         buffers,
         copy_on_host,
-        default_store,
         attention_name,
         can_choose_attention,
         has_recurrent_state,
         recomputes_reentrantly,
         row_numbers,
-        is_count,
     )
 } | {
     "set_attention_name": attention_name,
     "flash_attention_forward": flash_attention,
     "flash_attention_backward": flash_attention,
+    "shareable_memory": peer_memory,
+    "share_memory": peer_memory,
 }
-#: Whose use needs GPUs: tests/gpu has peer copies between two of them.
-ON_GPUS = {"shareable_memory", "share_memory"}
 
 
-@pytest.mark.parametrize("name", [function.__name__ for function, _ in compat.functions()])
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_ranks("tests.compat_worker:run", 1)[0]
+
+
+@pytest.mark.parametrize("name", TRIED)
 def test_does_what_it_says(name):
-    if name in FOUND:
-        assert in_a_process()[name] == FOUND[name]
-    elif name in ON_GPUS:
-        compat.check("peer_copy")
-    else:
-        TRIED[name]()
+    TRIED[name]()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FOUND)
+def test_does_what_it_says_of_engines(name, found):
+    assert found[name] == FOUND[name]
+
+
+def test_every_function_is_tried():
+    assert {*TRIED, *FOUND} == {function.__name__ for function, _ in compat.functions()}
 
 
 def test_an_operators_own_function():

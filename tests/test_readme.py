@@ -8,6 +8,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.harness import ROOT, free_port, run_program
 
 TEXT = (ROOT / "README.md").read_text()
@@ -21,6 +23,7 @@ def words(line: str) -> str:
     return re.sub(r"[\d.]+", "n", line)
 
 
+@pytest.mark.quick
 def test_quickstart(tmp_path):
     (tmp_path / "ds_config.json").write_text(block("json"))
     (tmp_path / "train.py").write_text(block("python"))

@@ -90,6 +90,7 @@ def test_a_budget_ends_it_with_a_report(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "raw.json").read_text())["batches"] == {}
 
 
+@pytest.mark.quick
 def test_ulysses_computes_what_plain_does() -> None:
     lengths = [[61, 3], [1, 31, 30, 2]]
     shape = dict(q_heads=4, kv_heads=2, head_dim=8)
@@ -182,7 +183,10 @@ def test_variants_of_several_blocks(monkeypatch) -> None:
     assert [(v.name, v.block) for v in variants] == [
         ("plain", None),
         ("distca none", {"enabled": True, "overlap": "none"}),
-        ("distca none server_weights=[1, 1]", {"enabled": True, "advanced": {"server_weights": [1, 1]}, "overlap": "none"}),
+        (
+            "distca none server_weights=[1, 1]",
+            {"enabled": True, "advanced": {"server_weights": [1, 1]}, "overlap": "none"},
+        ),
         ("distca whole none", {"enabled": True, "overlap": "none"}),
         ("plain again", None),
     ]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
@@ -67,7 +66,6 @@ def part_names(part: int) -> list[str]:
     return names[part * size : (part + 1) * size]
 
 
-@functools.cache
 def measure(part: int) -> list[dict[str, Any]]:
     """Runs a part of the models over two ranks; of each model, what is worse of what the ranks found."""
     ranks = run_ranks("tests.distributed.models_worker:run", 2, names=part_names(part))

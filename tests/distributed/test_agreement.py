@@ -7,6 +7,8 @@ import pytest
 
 from tests.distributed.harness import run_ranks
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def ranks():

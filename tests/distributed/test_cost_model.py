@@ -35,6 +35,7 @@ def store(cache: str, cost: CostModel):
     return path
 
 
+@pytest.mark.quick
 def test_different_caches_make_one_plan(caches) -> None:
     layout = Layout.from_lengths(LENGTHS)
     plans = [balance(layout, cost, phase="forward", granularity=16).rows.tolist() for cost in COSTS]

@@ -22,6 +22,9 @@ REFUSED = {
 }
 
 
+pytestmark = pytest.mark.quick
+
+
 @pytest.fixture(scope="module")
 def found() -> list[dict]:
     return run_ranks("tests.distributed.doors_worker:run", 2)

@@ -85,6 +85,7 @@ def check_kept(cases: list[dict], outcomes: list[dict]) -> None:
         assert outcome["digest"] == by_case[accumulation, True, "off"]["digest"], (accumulation, keep, checkpointing)
 
 
+@pytest.mark.quick
 def test_exact_for_any_lengths() -> None:
     cases = [
         case([layout], seed=i, overlap=overlap)
@@ -123,6 +124,7 @@ def test_exact_over_more_ranks(world: int) -> None:
     check(run_ranks("tests.distributed.engine_worker:train_cases", world, cases=cases), cases)
 
 
+@pytest.mark.quick
 def test_groups_of_servers() -> None:
     # Two groups of two servers: attention is shared within a group, the loss is weighted over all four ranks.
     rows = [[80], [5] * 4, [33, 1], [2, 3]]
@@ -139,6 +141,7 @@ def test_fifty_steps_with_and_without_the_plugin() -> None:
         assert curve["plain"][-1] < 0.8 * curve["plain"][0]
 
 
+@pytest.mark.quick
 def test_bad_input_on_one_rank_is_an_error_on_all() -> None:
     first, second = run_ranks("tests.distributed.engine_worker:bad_input", 2)
     assert "position_ids of shape [3, 1, 8]" in first["error"]
@@ -162,11 +165,13 @@ def test_other_options_on_one_rank_are_refused() -> None:
         assert "`distca.advanced.tolerance` is 0.1 on ranks [0] and 0.2 on ranks [1]" in outcome["error"]
 
 
+@pytest.mark.quick
 def test_another_plan_on_one_rank_is_an_error_on_all() -> None:
     for outcome in run_ranks("tests.distributed.engine_worker:different_plans", 2):
         assert "the ranks disagree on the plan of a micro-batch" in outcome["error"]
 
 
+@pytest.mark.quick
 def test_block_decides_and_hooks_come_off() -> None:
     for outcome in run_ranks("tests.distributed.engine_worker:on_and_off", 2):
         assert outcome == {
@@ -180,6 +185,7 @@ def test_block_decides_and_hooks_come_off() -> None:
         }
 
 
+@pytest.mark.quick
 def test_evaluation_and_generation_are_the_models_own() -> None:
     for outcome in run_ranks("tests.distributed.engine_worker:evaluation", 2):
         assert outcome["generated_same"]

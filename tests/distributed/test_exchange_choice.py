@@ -12,6 +12,7 @@ from tests.distributed.exchange_choice_worker import NO_ACCESS, NO_MEMORY
 from tests.distributed.harness import run_ranks
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks without GPUs")
 def test_ranks_agree() -> None:
     for rank, found in enumerate(run_ranks("tests.distributed.exchange_choice_worker:agree", 3)):

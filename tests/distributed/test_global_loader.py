@@ -79,6 +79,7 @@ def test_a_rank_without_tokens_is_an_attention_server() -> None:
         assert seconds[3] > 0.5 * sum(seconds) / 4, seconds
 
 
+@pytest.mark.quick
 def test_regrouped_steps_are_exact() -> None:
     lengths = [48, 4, 4, 48, 40, 30, 48, *[4] * 28, 2, 48]
     cases = [

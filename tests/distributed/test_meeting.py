@@ -8,6 +8,8 @@ import pytest
 from deepspeed_distca.attention_server.coordination.hello import differences, ranks_in_words
 from tests.distributed.harness import run_ranks, slowness
 
+pytestmark = pytest.mark.quick
+
 MADE_UP = "ValueError: a made-up fault"
 
 

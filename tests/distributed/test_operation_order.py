@@ -126,7 +126,7 @@ def cases(zero: int = 1) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("ranks", "stages"), [pytest.param(2, 2, marks=pytest.mark.quick), (4, 2), (4, 4)])
 def test_what_pipelines_issue_completes_in_any_backend(ranks: int, stages: int) -> None:
     given = cases()
     records = run_ranks("tests.distributed.operation_order_worker:record", ranks, stages=stages, cases=given)

@@ -32,7 +32,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.quick), 4])
 def test_random_plans_and_cuts_are_exact(world: int) -> None:
     results = run_ranks(WORKER + "check_plans", world, seed=world, cases=60)
     for worst in results:
@@ -77,7 +77,7 @@ def test_exact_for_any_lengths() -> None:
     check(run_ranks(WORKER + "train_cases", 2, cases=cases), cases)
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.quick), 4])
 def test_exact_over_more_ranks(world: int) -> None:
     spanning = [[[0, r * 23, 23], [r + 1, 0, r + 1]] for r in range(world)]
     lonely = [segments(200), *[[] for _ in range(world - 2)], segments(5, first=1)]
@@ -193,6 +193,7 @@ def test_what_cannot_be_combined_is_refused_and_hooks_come_off() -> None:
         assert found["evaluation_error"] < 1e-6 and found["generated_same"]
 
 
+@pytest.mark.quick
 def test_outputs_are_put_together_as_they_were() -> None:
     for found in run_ranks(WORKER + "outputs", 2):
         assert found["split"] == [False, True]
@@ -200,6 +201,7 @@ def test_outputs_are_put_together_as_they_were() -> None:
         assert {"loss", "aux_loss", "logits", "hidden_states", "router_logits"} <= set(found["errors"])
 
 
+@pytest.mark.quick
 def test_bf16_under_autocast() -> None:
     for found in run_ranks(WORKER + "autocast", 2):
         assert found["split"] and abs(found["ping_pong"] - found["none"]) < 2e-3 * found["none"], found

@@ -86,6 +86,7 @@ def test_uneven_stages_groups_of_servers_shared_documents_and_windows() -> None:
     check(run_ranks(f"{WORKER}:train_cases", 4, stages=2, cases=cases), cases)
 
 
+@pytest.mark.quick
 def test_a_resumed_run_and_the_saved_model_go_on_where_it_was(tmp_path) -> None:
     cases = [case(3, "grid", "reentrant", zero=1, tied=True), case(3, "stage")]
     ranks = run_ranks(f"{WORKER}:save_and_resume", 4, stages=2, folder=str(tmp_path), cases=cases)
@@ -95,6 +96,7 @@ def test_a_resumed_run_and_the_saved_model_go_on_where_it_was(tmp_path) -> None:
         assert outcome["evaluation"] == pytest.approx(outcome["of the saved model"], rel=TOLERANCE)
 
 
+@pytest.mark.quick
 def test_what_cannot_be_used_is_refused_on_every_rank() -> None:
     outcomes = run_ranks(f"{WORKER}:refusals", 4, stages=2)
     for outcome in outcomes:
@@ -113,6 +115,7 @@ def test_what_cannot_be_used_is_refused_on_every_rank() -> None:
         assert "DecoderPipeline (given: PipelineModule)" in outcome["module"]
 
 
+@pytest.mark.quick
 def test_the_module_works_without_the_plugin() -> None:
     for outcome in run_ranks(f"{WORKER}:without_the_plugin", 2, stages=2):
         assert outcome["evaluation"] == pytest.approx(outcome["expected"], rel=TOLERANCE)

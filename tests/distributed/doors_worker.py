@@ -29,18 +29,9 @@ from transformers import (
 
 from deepspeed_distca import Layout, PackedSequenceCollator
 from deepspeed_distca.data.from_layout import batch_from_layout
+from tests.tiny_llama import SIZES, VOCABULARY, llama
 
-VOCABULARY = 97
 LENGTHS = [[13, 5, 29], [3, 7, 2]]
-SMALL = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    use_cache=False,
-)
 
 
 def run() -> dict[str, Any]:
@@ -119,11 +110,6 @@ def worst(make: Callable[[], torch.nn.Module], all_documents: list[list[int]], b
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SMALL))
-
-
 def phi(limit: int = 16) -> Phi3ForCausalLM:
     """Its rotary frequencies are others for rows of more than `limit` tokens."""
     torch.manual_seed(0)
@@ -135,7 +121,7 @@ def phi(limit: int = 16) -> Phi3ForCausalLM:
         original_max_position_embeddings=limit,
     )
     config = Phi3Config(
-        **SMALL,
+        **SIZES,
         max_position_embeddings=64,
         original_max_position_embeddings=limit,
         rope_parameters=rope,
@@ -149,7 +135,7 @@ def dynamic() -> LlamaForCausalLM:
     """Its rotary frequencies follow the length beyond 16 tokens."""
     torch.manual_seed(0)
     rope = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
-    return LlamaForCausalLM(LlamaConfig(**SMALL, max_position_embeddings=16, rope_parameters=rope))
+    return LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=16, rope_parameters=rope))
 
 
 def opt() -> OPTForCausalLM:
@@ -190,7 +176,7 @@ def mixtral() -> MixtralForCausalLM:
     torch.manual_seed(0)
     return MixtralForCausalLM(
         MixtralConfig(
-            **SMALL,
+            **SIZES,
             num_local_experts=4,
             num_experts_per_tok=2,
             sliding_window=None,
@@ -306,7 +292,7 @@ def own_mean() -> float:
 
     def make() -> LlamaForTokenClassification:
         torch.manual_seed(0)
-        return LlamaForTokenClassification(LlamaConfig(**SMALL, num_labels=5, classifier_dropout=0.0))
+        return LlamaForTokenClassification(LlamaConfig(**SIZES, num_labels=5, classifier_dropout=0.0))
 
     def batch_of(given: list[list[int]]) -> dict[str, torch.Tensor]:
         labels = row(given) % 5
@@ -332,7 +318,7 @@ def own_mean() -> float:
 
 def classifier() -> LlamaForSequenceClassification:
     torch.manual_seed(0)
-    return LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=3, pad_token_id=0))
+    return LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=3, pad_token_id=0))
 
 
 def one_result_a_row() -> float:

@@ -15,7 +15,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import deepspeed_distca
 from deepspeed_distca import Layout
@@ -25,29 +25,12 @@ from deepspeed_distca.attention_server.statistics import TimedKernel
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.scheduler import worth
-
-VOCABULARY = 97
+from tests.tiny_llama import VOCABULARY, llama
 
 
 def tiny_llama(seed: int = 0, **options) -> LlamaForCausalLM:
-    """A Llama of two layers with grouped-query attention, in fp32, the same on every rank."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        **{
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 4096,
-            "attn_implementation": "sdpa",
-            "use_cache": False,
-            **options,
-        }
-    )
-    return LlamaForCausalLM(config)
+    """For any lengths; see tests/tiny_llama.py."""
+    return llama(seed=seed, **{"max_position_embeddings": 4096, "attn_implementation": "sdpa", **options})
 
 
 def ds_config(zero: int, accumulation: int, distca: dict | None, lr: float = 1e-3, **more) -> dict:

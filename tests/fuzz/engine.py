@@ -9,10 +9,11 @@ import time
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import deepspeed_distca  # noqa: F401
-from tests.fuzz.batches import IGNORE, VOCABULARY, Case, make_case
+from tests.fuzz.batches import IGNORE, Case, make_case
+from tests.tiny_llama import llama
 
 #: Relative error of a parameter's gradient, and of the loss, in fp32.
 TOLERANCE = 1e-5
@@ -29,7 +30,7 @@ def main(first: int, count: int, seconds: float) -> dict[str, int]:
     """
     deepspeed.init_distributed()
     rank, world = dist.get_rank(), dist.get_world_size()
-    reference, model = _model(), _model()
+    reference, model = llama(), llama()
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -70,21 +71,6 @@ def _stop(end: float) -> bool:
     late = torch.tensor([time.monotonic() > end], dtype=torch.int32)
     dist.all_reduce(late)
     return bool(late)
-
-
-def _model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_cache=False,
-        )
-    )
 
 
 def _alone(model: LlamaForCausalLM, cases: list[Case]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -12,24 +12,13 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-SIZES = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    use_cache=False,
-)
+from tests import tiny_llama
+
+SIZES = {**tiny_llama.SIZES, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def llama(cls: type = LlamaForCausalLM, **options) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return cls(LlamaConfig(**{**SIZES, **options}))
+    return tiny_llama.llama(cls, **{**SIZES, **options})
 
 
 class Around(nn.Module):

@@ -62,10 +62,13 @@ class Fault:
     def __init__(self, case: dict, folder: Path) -> None:
         self.mine = case["rank"] == int(os.environ["RANK"])
         self._kind, self._place, self._time = case["fault"], case["place"], folder / "time"
+        self._left_first = case["left_first"] and not self.mine
         self.micro_batch = 0
 
     def __call__(self, place: str) -> None:
         """This rank is at a place."""
+        if self._left_first and (place, self.micro_batch) == ("embedding", 1):
+            raise ValueError("left")
         early = place in ("hello", "attach")
         if not self.mine or place != self._place or (not early and self.micro_batch != AT):
             return
@@ -126,6 +129,8 @@ def script(fault: Fault, case: dict) -> None:
             engine.step()
         except Exception as error:
             print("RAISED", type(error).__name__, error, flush=True)
+            if case["left_first"] and number == 1:
+                continue
             if fault.mine and case["lives_on"]:
                 time.sleep(1000)  # saves, logs, tries again
             raise

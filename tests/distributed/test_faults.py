@@ -14,13 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import connection
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import ROOT, forking, free_port, slowness, while_at_work
+from tests.distributed.harness import QUIET, ROOT, forking, free_port, slowness, while_at_work
 
 #: The time limit, what is allowed beyond it, and what "at once" may take; more on a machine that has other work.
 SECONDS, AFTER, AT_ONCE = 5.0, 5.0, 6.0
@@ -39,6 +39,7 @@ class Case:
         at_once: not after the time limit alone.
         own_block: what that rank's block says beside or instead; empty: it has none.
         pipeline: a pipeline of two stages.
+        left_first: the other ranks have left a micro-batch before, and all went on.
         lives_on: the rank's script catches what is raised and goes on with something else.
         rank: whose fault it is; rank 0 holds the store here.
     """
@@ -55,6 +56,7 @@ class Case:
     block: dict = field(default_factory=dict)
     own_block: dict | None = None
     pipeline: bool = False
+    left_first: bool = False
 
     def seconds(self, slower: float) -> float:
         """The time limit: where it plays no part, one that would be noticed if it did."""
@@ -258,7 +260,9 @@ def run(case: Case, accelerator: str = "cpu") -> Outcome:
                 connection.wait([process.sentinel for process in others if process.exitcode is None], 1.0)
                 return all(process.exitcode is not None for process in others)
 
-            while_at_work([process.pid for process in others], gone)
+            # Those that are in time may do nothing until then.
+            quiet = QUIET if case.at_once else QUIET + round(case.seconds(slower))
+            while_at_work([process.pid for process in others], gone, quiet)
             ended = time.time()
             codes = [process.exitcode for process in others]
         finally:
@@ -304,6 +308,14 @@ def _case(case: Case) -> object:
 
 @pytest.mark.parametrize("case", [_case(case) for case in CASES], ids=lambda case: f"{case.words[0]}: {case.words[1]}")
 def test_the_others_are_gone_in_time_and_say_why(case: Case) -> None:
+    _check(case)
+
+
+def test_ranks_that_left_a_micro_batch_are_reached_by_a_later_alarm() -> None:
+    _check(next(replace(case, left_first=True) for case in CASES if (case.fault, case.place) == ("raise", "step")))
+
+
+def _check(case: Case) -> None:
     outcome = run(case)
     report = f"after {outcome.seconds:.1f} s, exit codes {outcome.codes}\n" + "\n---\n".join(
         text[-3000:] for text in (*outcome.texts, outcome.own)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.coordination.agreement import AgreementError
-from deepspeed_distca.attention_server.coordination.store import default_store
+from deepspeed_distca.attention_server.coordination.errors import AgreementError
+from deepspeed_distca.attention_server.coordination.store import store_of
 
 #: Seconds for which a rank with an error gives the others time to read why: the store may end with its process.
 _LINGER = 2.0
@@ -101,46 +101,49 @@ def say_hello(hello: Hello, seconds: float) -> tuple[int, list[Hello] | None]:
 
 
 class _Notes:
-    """The notes of one hello."""
+    """The notes of one hello.
+
+    Keys of the store: ``text/<digest>``, what some rank says; ``rank/<rank>``, the digest of its text; ``came`` and
+    ``read``, how many ranks have left and read theirs; ``decided``, who is missing.
+    """
 
     def __init__(self, number: int) -> None:
-        self._store, self._world = default_store(), dist.get_world_size()
-        self._prefix = f"distca/hello/{number}/"
+        self._store, self._world = store_of(f"distca/hello/{number}"), dist.get_world_size()
 
     def leave(self, hello: Hello) -> None:
         text = json.dumps(asdict(hello))
         # Most ranks say the very same: each text is kept and read once.
         digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        self._store.set(self._key("text", digest), text)
-        self._store.set(self._key("rank", dist.get_rank()), digest)
-        if self._store.add(self._key("came"), 1) == self._world:
+        self._store.set(f"text/{digest}", text)
+        self._store.set(f"rank/{dist.get_rank()}", digest)
+        if self._store.add("came", 1) == self._world:
             self._decide("")
 
     def wait(self, seconds: float) -> str:
         """Waits for the notes of all ranks; says who did not come, and is empty where all did. Whoever is the first to
         know decides it for all: nobody goes on while another has given up."""
-        if not _until(lambda: self._store.check([self._key("decided")]), seconds):
-            missing = [rank for rank in range(self._world) if not self._store.check([self._key("rank", rank)])]
+        if not _until(lambda: self._store.check(["decided"]), seconds):
+            missing = [rank for rank in range(self._world) if not self._store.check([f"rank/{rank}"])]
             if missing:
                 self._decide(
                     f"ranks {ranks_in_words(missing)} said nothing within {seconds:g} s (`distca.timeout_seconds`) "
                     f"that rank {dist.get_rank()} waited"
                 )
-        return self._get(self._key("decided")).removeprefix(_DECIDED)
+        return self._get("decided").removeprefix(_DECIDED)
 
     def _decide(self, missing: str) -> None:
-        self._store.compare_set(self._key("decided"), "", _DECIDED + missing)
+        self._store.compare_set("decided", "", _DECIDED + missing)
 
     def read(self, *, some_are_missing: bool) -> dict[int, Hello]:
         """The notes that are there, by rank."""
         ranks = list(range(self._world))
         if some_are_missing:
-            ranks = [rank for rank in ranks if self._store.check([self._key("rank", rank)])]
-        digests = [self._get(self._key("rank", rank)) for rank in ranks]
-        texts = {digest: Hello(**json.loads(self._get(self._key("text", digest)))) for digest in set(digests)}
-        if self._store.add(self._key("read"), 1) == self._world:
-            keys = [*(self._key("rank", rank) for rank in ranks), *(self._key("text", digest) for digest in texts)]
-            for key in (*keys, self._key("came"), self._key("decided")):
+            ranks = [rank for rank in ranks if self._store.check([f"rank/{rank}"])]
+        digests = [self._get(f"rank/{rank}") for rank in ranks]
+        texts = {digest: Hello(**json.loads(self._get(f"text/{digest}"))) for digest in set(digests)}
+        if self._store.add("read", 1) == self._world:
+            keys = [*(f"rank/{rank}" for rank in ranks), *(f"text/{digest}" for digest in texts)]
+            for key in (*keys, "came", "decided"):
                 with suppress(RuntimeError):  # not every kind of store can
                     self._store.delete_key(key)
         return {rank: texts[digest] for rank, digest in zip(ranks, digests, strict=True)}
@@ -148,13 +151,10 @@ class _Notes:
     def linger(self) -> None:
         """Until all ranks have read, or for a little while."""
         with suppress(RuntimeError):  # they have, and the store is gone already
-            _until(lambda: self._store.add(self._key("read"), 0) >= self._world, _LINGER)
+            _until(lambda: self._store.add("read", 0) >= self._world, _LINGER)
 
     def _get(self, key: str) -> str:
         return self._store.get(key).decode()
-
-    def _key(self, *parts: Any) -> str:
-        return self._prefix + "/".join(map(str, parts))
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:

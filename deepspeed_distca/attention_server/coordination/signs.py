@@ -1,37 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank tells the others of itself while it trains, and what is said of one that no longer does."""
+"""What a rank tells the others of itself while it trains, and what follows from the signs of all."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-import torch.distributed as dist
+from deepspeed_distca.attention_server.coordination.position import OUTSIDE, Position
 
-from deepspeed_distca.attention_server.coordination.agreement import AgreementError
-
-_DETACHED = 1 << 62
-OUTSIDE = "outside of forward, backward and step"
-#: By these words torch's errors of connections and collectives are known, which have no type of their own for gloo.
-_CONNECTION = re.compile(
-    r"\bgloo\b|\bNCCL\b|connection (closed|reset|refused)|broken pipe|pair closure|timed out waiting|wait timeout",
-    re.I,
+#: Seconds between two signs of life, and two looks at those of others.
+EVERY = 0.5
+_HINT = (
+    ". Every rank must run the same number of training micro-batches (an empty one where it has no documents); look "
+    "for an earlier error on another rank, or raise `distca.timeout_seconds` if a rank is only slow"
 )
-
-
-def is_connection_error(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank did not do its part."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, AgreementError)
-        and _CONNECTION.search(str(error)) is not None
-    )
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A rank's sign of life: how many it has given, at which micro-batch it is and where, whether it has left, and
-    whether its training's thread is in a collective."""
+    """A rank's sign of life.
+
+    Attributes:
+        count: how many it has given.
+        number, unfinished, place: see :class:`Position`.
+        left: whether it was the last one.
+        waits: whether its training's thread is in a collective.
+    """
 
     count: int = 0
     number: int = 0
@@ -40,11 +33,10 @@ class Sign:
     waits: bool = False
     place: str = OUTSIDE
 
-    @staticmethod
-    def of_detached(count: int) -> Sign:
-        """Of a rank that has no part in it any more, and for which nobody waits on that account: it may have given a
-        micro-batch up, as others will."""
-        return Sign(count, _DETACHED, left=True, place="where the plugin was detached")
+    def following(self, position: Position, *, left: bool) -> Sign:
+        """The same rank's next one."""
+        waits, place = position.in_collective(), position.where()
+        return Sign(self.count + 1, position.number, left, position.unfinished, waits, place)
 
     def to_text(self) -> str:
         return f"{self.count} {self.number} {self.left:d} {self.unfinished:d} {self.waits:d} {self.place}"
@@ -58,6 +50,33 @@ class Sign:
     def phase(self) -> str:
         """The place without its layer."""
         return self.place.split(",")[0]
+
+    def waits_for(self, gone: Sign) -> bool:
+        """Whether this rank is at a micro-batch that one that has left did not finish."""
+        return self.number > gone.number or (self.number == gone.number and self.unfinished and gone.unfinished)
+
+
+def reason_of_waiting(mine: Sign, before: dict[int, Sign], now: dict[int, Sign]) -> str:
+    """Why this rank has waited in vain, in words.
+
+    Args:
+        before, now: signs of the other ranks, by rank; between them each has given some if it is alive.
+    """
+    silent = [rank for rank, sign in now.items() if not sign.left and sign.count == before[rank].count]
+    if silent:
+        return silent_in_words(silent, now)
+    gone = [gone_in_words(rank, sign) for rank, sign in now.items() if sign.left and mine.waits_for(sign)]
+    return ("; ".join(gone) or elsewhere(mine, now) or "all ranks are alive and at the same place") + _HINT
+
+
+def elsewhere(mine: Sign, others: dict[int, Sign]) -> str:
+    """Which ranks are not at this one's place, in words; or do not wait there as it does. Empty: none."""
+    found = [
+        f"rank {rank} is {sign.place}"
+        for rank, sign in others.items()
+        if (sign.number, sign.phase) != (mine.number, mine.phase) or (mine.waits and not sign.waits)
+    ]
+    return "; ".join(found[:8])
 
 
 def silent_in_words(ranks: list[int], signs: dict[int, Sign], seconds: float | None = None) -> str:
@@ -73,9 +92,3 @@ def gone_in_words(rank: int, sign: Sign) -> str:
     if sign.unfinished:
         return f"rank {rank} has left (its script ended) {sign.place}"
     return f"rank {rank} has left (its script ended) after {sign.number} micro-batches"
-
-
-def error_in_words(error: BaseException) -> str:
-    """Its type and the beginning of its text, on one line."""
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:600]}" if words else type(error).__name__

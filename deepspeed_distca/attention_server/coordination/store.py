@@ -51,6 +51,18 @@ def default_store() -> dist.Store:
     return store
 
 
+def store_of(name: str) -> dist.Store:
+    """A part of the default store, whose keys are of one matter.
+
+    Args:
+        name: of the matter, the same on all ranks, and of no other one in all of the store's life.
+
+    Raises:
+        StoreError: see :func:`default_store`.
+    """
+    return dist.PrefixStore(name, default_store())
+
+
 def close_connections(group: dist.ProcessGroup) -> None:
     """Ends all waits in a gloo group, of this process and of those that wait for it, with an error; the group is of no
     use afterwards. gloo's own `abort` ends none (torch 2.13). A receive that is not over in time closes all

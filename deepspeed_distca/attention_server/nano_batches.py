@@ -139,7 +139,7 @@ class _Layer:
 
     def __init__(self, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> None:
         self.plan, self.spec, self.kernel = plan, spec, kernel
-        self.forward: ForwardSteps | None = ForwardSteps(plan, spec, kernel)
+        self.forward = ForwardSteps(plan, spec, kernel)  # deleted when it is over
         self.backward: BackwardSteps | None = None
 
 
@@ -182,7 +182,7 @@ class _Collect(torch.autograd.Function):
         ctx.layer, ctx.nano = layer, nano
         q, k, v, out, lse = layer.forward.collect(nano)
         if nano == 1:
-            layer.forward = None
+            del layer.forward
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse, token.view_as(token)
 
@@ -223,5 +223,5 @@ class _Close(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        *gradients, dtoken = gradients
-        return (dtoken, *gradients)
+        *dtensors, dtoken = gradients
+        return (dtoken, *dtensors)

@@ -200,12 +200,12 @@ def two_parts(plan: RankPlan, cuts: np.ndarray, window: int | None, *, backward:
 
     local = _cut_tasks(plan.local, np.array([cut]), window)
     nano_local = (local.q_start >= cut).astype(np.int64)
-    starts, of_run, _ = _in_order(tuple(both["q_in"] for both in runs))
+    starts, of_run, _ = _in_order([both["q_in"] for both in runs])
     changes = starts[1:][of_run[1:] != of_run[:-1]]
     remote = _cut_tasks(plan.remote, changes, window)
     nano_remote = of_run[np.searchsorted(starts, remote.q_start, side="right") - 1] if len(remote) else remote.q_start
 
-    reads = _other_rows(tuple(both["kv_in"] for both in runs), remote, nano_remote)
+    reads = _other_rows([both["kv_in"] for both in runs], remote, nano_remote)
     key_end = local.k_start + local.k_len
     clash = np.zeros(len(local), dtype=bool)
     if backward:
@@ -246,7 +246,7 @@ def _batch(tasks: TaskRanges, first: int, k_first: int, end: int) -> TaskBatch:
 def _divide_runs(plan: RankPlan, cuts: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The runs of either nano-batch in the plan's order, by their names there, with home rows counted from its first.
     Both sides of a run cut it alike, so they go on listing what passes between them in the same order."""
-    parts: tuple[dict[str, np.ndarray], ...] = ({}, {})
+    parts: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})
 
     def divide(name: str, before: np.ndarray, cut: np.ndarray | int, direct: str | None = None) -> None:
         runs = getattr(plan, name)
@@ -280,7 +280,7 @@ def _divide_runs(plan: RankPlan, cuts: np.ndarray) -> tuple[dict[str, np.ndarray
     return parts
 
 
-def _in_order(runs: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _in_order(runs: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """First workspace rows of the runs of both nano-batches, ascending, whose they are, and how many."""
     both = np.concatenate(runs)
     nano = np.repeat(np.arange(2), [len(part) for part in runs])
@@ -288,7 +288,7 @@ def _in_order(runs: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarr
     return both[order, WORK_ROW], nano[order], both[order, ROWS]
 
 
-def _other_rows(runs: tuple[np.ndarray, np.ndarray], tasks: TaskRanges, nano: np.ndarray) -> np.ndarray:
+def _other_rows(runs: list[np.ndarray], tasks: TaskRanges, nano: np.ndarray) -> np.ndarray:
     """Key/value rows of the other nano-batch that each task in the workspace reads."""
     starts, of_run, rows = _in_order(runs)
     borders = np.append(starts, starts[-1:] + rows[-1:])  # the runs tile the workspace

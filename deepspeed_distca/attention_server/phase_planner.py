@@ -9,7 +9,7 @@ import numpy as np
 
 from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.cost_model import CostModel, Phase
 from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import Tasks
@@ -21,7 +21,7 @@ class PlannedPhase:
     """One phase's plan for the layers of one kind.
 
     Attributes:
-        phase: "forward" or "backward".
+        phase: which one.
         window: of the layers.
         layers: how many there are.
         tasks: of all servers.
@@ -32,7 +32,7 @@ class PlannedPhase:
         weights: by which attention was to be spread over the servers; None is equal parts.
     """
 
-    phase: str
+    phase: Phase
     window: int | None
     layers: int
     tasks: Tasks
@@ -67,8 +67,8 @@ class PhasePlanner:
         self._server, self._cost, self._options, self._early = server, cost, options, early
         self._home: _Home | None = None
 
-    def plan(self, layout: Layout, window: int | None, phase: str, layers: int) -> PlannedPhase:
-        """The plan of a phase, "forward" or "backward", of so many layers with one window."""
+    def plan(self, layout: Layout, window: int | None, phase: Phase, layers: int) -> PlannedPhase:
+        """The plan of a phase of so many layers with one window."""
         worth = Worth(layout, window, phase, self._cost, self._options, early=self._early)
         # Everything at home is the same in either phase.
         if self._home is None or self._home.layout is not layout or self._home.window != window:

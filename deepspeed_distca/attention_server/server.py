@@ -29,11 +29,9 @@ from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.cost_model import CostModel
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, Phase
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
-
-PHASES = ("forward", "backward")
 
 #: Which micro-batches are divided into two nano-batches (see ``overlap``): none, those in which rows move, or all.
 NanoBatches = Literal["never", "moved", "always"]
@@ -110,7 +108,15 @@ class AttentionServer:
 
     def request(self, given: MicroBatch | Exception, device: torch.device) -> PlanRequest:
         """Tells the other ranks about a training micro-batch. Collective over all ranks, and so is the first
-        ``result()`` of what it gives, which comes before the next request. See :meth:`Agreement.gather`."""
+        ``result()`` of what it gives, which comes before the next request. See :meth:`Agreement.gather`.
+
+        Raises:
+            RuntimeError: there is nobody to tell.
+        """
+        if self._agreement is None:
+            raise RuntimeError(
+                "this server was made without an agreement: give it one, or plan a layout by plan_alone"
+            )
         return PlanRequest(self._agreement.gather(given), self.plan, device)
 
     def plan(self, everyone: GlobalMicroBatch) -> tuple[StepPlan, float]:
@@ -130,7 +136,10 @@ class AttentionServer:
         moves = any(p.sent.any() for p in planned)
         two = {"never": False, "moved": moves, "always": True}[self._ping_pong]
         halves = self._halves(everyone.layout, parts, exchange) if two else None
-        plans = {w: LayerPlan.whole(*both, exchange, self._side, self._watch) for w, both in parts.items()}
+        plans = {
+            window: LayerPlan.whole(forward, backward, exchange, self._side, self._watch)
+            for window, (forward, backward) in parts.items()
+        }
         if everyone.step_targets is None:
             divisor = everyone.targets / self._ranks
         else:
@@ -140,7 +149,7 @@ class AttentionServer:
         return StepPlan(plans, self._kernel, halves), divisor or 1.0
 
     def plan_tick(
-        self, phase: str, kinds: Sequence[tuple[Layout, int | None, int]], *, note: bool, micro_batches: int = 0
+        self, phase: Phase, kinds: Sequence[tuple[Layout, int | None, int]], *, note: bool, micro_batches: int = 0
     ) -> list[ServerPlan]:
         """This rank's parts of one phase alone, for layers that differ in layout or window. Collective if plans are
         checked. With pipeline stages the ranks of a layout are those that are in the phase at the same time.
@@ -224,7 +233,7 @@ class AttentionServer:
             self._timer.reset()
             self._loads = dict.fromkeys(("max_before", "max_after", "mean_before", "mean_after"), 0.0)
         s, total = self._statistics, self._loads
-        sent = sum(p.sent for p in planned)
+        sent = np.sum([p.sent for p in planned], axis=0)
         seconds = np.zeros(len(sent))
         speeds = self._planner.speeds(len(sent))
         for p in planned:

@@ -56,12 +56,13 @@ class SideStream:
 def _can_borrow() -> bool:
     """Not where torch fills new tensors, which it does on their own stream, too late for the other one; nor with an
     allocator that orders memory by its own streams' time."""
-    fills = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic  # replaces itself by an object: no checker sees that
+    fills = torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory
     return not fills and torch.cuda.memory.get_allocator_backend() == "native"
 
 
 #: Calls that make tensors without a value, or of zeros, each with the one that makes the like without a value.
-_MAKERS = {
+_MAKERS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.empty: torch.empty,
     torch.empty_like: torch.empty_like,
     torch.Tensor.new_empty: torch.Tensor.new_empty,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.exchange.base import Exchange, Expected, Messages, Pending, Round
-from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel
+from deepspeed_distca.attention_server.kernels import AttentionShape, BackwardInputs, Gradients, Kernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 
@@ -82,12 +82,14 @@ class DeviceTimer:
     def seconds(self) -> tuple[float, float]:
         """Seconds since the last reset in which a kernel ran, and in which none did while something waited. On a GPU
         reading waits for the end of the last interval."""
-        return self._now.read(wait=True)
+        return self._now.read()
 
     @property
     def previous(self) -> tuple[float, float] | tuple[None, None]:
         """The same between the last two resets; None if there were no two, or where the device is still at it."""
-        return (None, None) if self._before is None else self._before.read(wait=False)
+        if self._before is None or not self._before.over():
+            return None, None
+        return self._before.read()
 
     def kernel(self, tensor: torch.Tensor) -> _Timing:
         """A context in which kernels run on the tensor's device."""
@@ -98,7 +100,9 @@ class DeviceTimer:
         return _Timing(self._now.waits, tensor.is_cuda)
 
 
-Interval = tuple[float, float] | tuple[torch.cuda.Event, torch.cuda.Event]
+#: A time of the host in seconds, or an event of the device.
+Moment = float | torch.cuda.Event
+Interval = tuple[Moment, Moment]
 
 
 class _Intervals:
@@ -109,26 +113,32 @@ class _Intervals:
         self.waits: list[Interval] = []
         self._first: torch.cuda.Event | None = None
 
-    def read(self, wait: bool) -> tuple[float, float] | tuple[None, None]:
-        """Seconds of kernels, and of waiting alone; without waiting None while the device has not reached the last
-        event."""
-        ends = [end for _, end in (*self.kernels, *self.waits) if isinstance(end, torch.cuda.Event)]
-        if not wait and not all(end.query() for end in ends):
-            return None, None
-        for end in ends:
-            end.synchronize()
-        for intervals in (self.kernels, self.waits):
-            intervals[:] = [self._seconds(interval) for interval in intervals]
-        kernels = _length(self.kernels)
-        return kernels, _length([*self.kernels, *self.waits]) - kernels
+    def over(self) -> bool:
+        """Whether the device has reached the last event."""
+        return all(end.query() for end in self._ends())
 
-    def _seconds(self, interval: Interval) -> tuple[float, float]:
+    def read(self) -> tuple[float, float]:
+        """Seconds of kernels, and of waiting alone. Waits for the last event."""
+        for end in self._ends():
+            end.synchronize()
+        kernels, waits = self._seconds(self.kernels), self._seconds(self.waits)
+        self.kernels[:], self.waits[:] = kernels, waits
+        busy = _length(kernels)
+        return busy, _length([*kernels, *waits]) - busy
+
+    def _ends(self) -> list[torch.cuda.Event]:
+        return [end for _, end in (*self.kernels, *self.waits) if isinstance(end, torch.cuda.Event)]
+
+    def _seconds(self, intervals: list[Interval]) -> list[tuple[float, float]]:
+        return [(self._at(start), self._at(end)) for start, end in intervals]
+
+    def _at(self, moment: Moment) -> float:
         """In seconds after the first event that is read; host times stay as they are."""
-        if not isinstance(interval[0], torch.cuda.Event):
-            return interval
+        if not isinstance(moment, torch.cuda.Event):
+            return moment
         if self._first is None:
-            self._first = interval[0]
-        return tuple(self._first.elapsed_time(event) / 1e3 for event in interval)
+            self._first = moment
+        return self._first.elapsed_time(moment) / 1e3
 
 
 def _length(intervals: list[tuple[float, float]]) -> float:
@@ -150,7 +160,7 @@ class _Timing:
     def __exit__(self, *_: object) -> None:
         self._intervals.append((self._start, self._now()))
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> Moment:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -165,6 +175,16 @@ class TimedKernel:
         self._kernel, self._timer = kernel, timer
         self.name, self.grad_dtype = kernel.name, kernel.grad_dtype
 
+    def missing(self) -> str | None:
+        """See :class:`Kernel`, and so for the others."""
+        return self._kernel.missing()
+
+    def load(self) -> None:
+        self._kernel.load()
+
+    def check(self, shape: AttentionShape, spec: AttentionSpec) -> None:
+        self._kernel.check(shape, spec)
+
     def forward(
         self,
         q: torch.Tensor,
@@ -174,12 +194,10 @@ class TimedKernel:
         spec: AttentionSpec,
         into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Kernel`."""
         with self._timer.kernel(q):
             return self._kernel.forward(q, k, v, tasks, spec, into)
 
     def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
-        """See :class:`Kernel`."""
         with self._timer.kernel(inputs.dout):
             self._kernel.backward(inputs, tasks, spec, grads)
 
@@ -189,6 +207,11 @@ class TimedExchange:
 
     def __init__(self, exchange: Exchange, timer: DeviceTimer) -> None:
         self._exchange, self._timer = exchange, timer
+
+    @property
+    def name(self) -> str:
+        """See :class:`Exchange`."""
+        return self._exchange.name
 
     @property
     def early(self) -> bool:

@@ -15,14 +15,14 @@ larger in bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from deepspeed_distca.attention_server.coordination.watch import Watch
-from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, Pending
+from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, NoExchange, Pending
 from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel
 from deepspeed_distca.attention_server.kernels.api import new_outputs
 from deepspeed_distca.attention_server.parts import Part, Parts
@@ -72,8 +72,8 @@ class LayerPlan:
         watch: Watch | None = None,
     ) -> LayerPlan:
         """All rows in one part; no exchange where nothing travels."""
-        backward = None if backward is None else Parts.whole(backward)
-        return cls(Parts.whole(forward), backward, exchange, side, watch)
+        later = None if backward is None else Parts.whole(backward)
+        return cls(Parts.whole(forward), later, exchange or NoExchange(), side, watch)
 
 
 class _Steps:
@@ -84,8 +84,9 @@ class _Steps:
         self._side = None if phase.divided else plan.side
         self._waits_first = plan.side is None and not phase.divided
         self._work: list[torch.Tensor] = []
-        self._dispatched: list[Pending | None] = [None, None]
-        self._returning: list[Pending | None] = [None, None]
+        # By part:
+        self._dispatched: dict[int, Pending] = {}
+        self._returning: dict[int, Pending] = {}
 
     def _make_work(self, queries: list[torch.Tensor], keys: list[torch.Tensor]) -> None:
         """A workspace for rows like these. With two parts it starts from zero: rows of the other one may be on their
@@ -97,8 +98,8 @@ class _Steps:
 
     def _arrived(self, i: int) -> None:
         """Waits for the rows that tasks of part i read in the workspace."""
-        for j, pending in enumerate(self._dispatched):
-            if pending is not None and (j == i or self._phase.parts[i].needs_other):
+        for j, pending in self._dispatched.items():
+            if j == i or self._phase.parts[i].needs_other:
                 pending.wait()
 
     def _run(self, i: int, at_home: Callable[[], None], away: Callable[[], Result], device: torch.device) -> Result:
@@ -112,11 +113,14 @@ class _Steps:
         at_home()
         return away()
 
-    def _keys_in_place(self, part: Part, i: int, both: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple:
+    def _keys_in_place(
+        self, part: Part, i: int, both: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values for tasks in place: a document in two parts has its first ones in part 0."""
         if part.k_first == part.first:
             return both[i]
-        return tuple(torch.cat([first[part.k_first :], second]) for first, second in zip(*both, strict=True))
+        (k_first, v_first), (k, v) = both[0], both[1]
+        return torch.cat([k_first[part.k_first :], k]), torch.cat([v_first[part.k_first :], v])
 
 
 class ForwardSteps(_Steps):
@@ -124,9 +128,11 @@ class ForwardSteps(_Steps):
 
     def __init__(self, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel) -> None:
         super().__init__(plan, plan.forward, spec, kernel)
-        self._q: list[torch.Tensor | None] = [None, None]
-        self._keys: list = [None, None]  # (k, v)
-        self._results: list = [None, None]  # (out, lse, lse of rows that come back)
+        # By part:
+        self._q: dict[int, torch.Tensor] = {}
+        self._keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # k and v
+        # out, lse, and lse of rows that come back, where some may
+        self._results: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
 
     def dispatch(self, i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Rows of part i leave for the servers.
@@ -167,7 +173,8 @@ class ForwardSteps(_Steps):
             out_work = lse_work = None
             results: Messages = []
             if len(p.remote):
-                out_work, lse_work = kernel.forward(*self._work, p.remote, spec)
+                q_work, k_work, v_work = self._work
+                out_work, lse_work = kernel.forward(q_work, k_work, v_work, p.remote, spec)
                 lse_work = _transposed(lse_work)
                 results = [*give_back(out_work, p.q_in), *give_back(lse_work, p.q_in)]
             return out_work, lse_work, results, returning.start(results) if self._exchange.early else None
@@ -183,13 +190,11 @@ class ForwardSteps(_Steps):
 
     def collect(self, i: int) -> tuple[torch.Tensor, ...]:
         """q, k, v, out [rows, q_heads, v_head_dim] and lse [q_heads, rows] of part i, once its results are there."""
-        out, lse, lse_back = self._results[i]
+        out, lse, lse_back = self._results.pop(i)
         if lse_back is not None:
             self._returning[i].wait()
             lse.index_copy_(1, self._phase.parts[i].server.returned_rows(out.device), lse_back.t())
-        q, (k, v) = self._q[i], self._keys[i]
-        self._results[i] = None
-        return q, k, v, out, lse
+        return self._q[i], *self._keys[i], out, lse
 
 
 @dataclass
@@ -216,10 +221,11 @@ class BackwardSteps(_Steps):
         if plan.backward is None:
             raise RuntimeError("the backward tick of this micro-batch is not planned yet")
         super().__init__(plan, plan.backward, spec, kernel)
-        self._given: list[Given | None] = [None, None]
-        self._delta: list[torch.Tensor | None] = [None, None]
-        self._dq: list[torch.Tensor | None] = [None, None]
-        self._keys_back: list[tuple[torch.Tensor, ...] | None] = [None, None]
+        # By part:
+        self._given: dict[int, Given] = {}
+        self._delta: dict[int, torch.Tensor | None] = {}
+        self._dq: dict[int, torch.Tensor] = {}
+        self._keys_back: dict[int, tuple[torch.Tensor, ...]] = {}
         self._home_sums: list[torch.Tensor] = []  # dk and dv of the rank's rows
         self._work_sums: WorkspaceGradients | None = None
 
@@ -265,10 +271,10 @@ class BackwardSteps(_Steps):
 
         def away() -> tuple:
             self._arrived(i)
-            dq_work = self._in_workspace(part, i)
+            dq_work, totals = self._in_workspace(part, i)
             sends = [] if dq_work is None else [*give_back(dq_work, p.q_in)]
             for server in complete:
-                for total in self._work_sums.totals:
+                for total in totals:
                     sends += [(run.peer, _as(total[run.at_work], dtype)) for run in server.kv_in]
             return dq_work, sends, returning.start(sends) if self._exchange.early else None
 
@@ -282,21 +288,23 @@ class BackwardSteps(_Steps):
     def gradients(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk and dv of part i, like q, k and v, once all of them are there."""
         part, given = self._phase.parts[i], self._given[i]
-        for j, pending in enumerate(self._returning):
-            if pending is not None and (j == i or i in self._phase.keys_after(j)):
+        for j, pending in self._returning.items():
+            if j == i or i in self._phase.keys_after(j):
                 pending.wait()
         rows = slice(part.first, part.first + part.rows)
         sums = [total[rows] for total in self._home_sums]
-        if self._keys_back[i] is not None:
-            work = self._work_sums.totals if self._work_sums else (None, None)
-            for total, back, here in zip(sums, self._keys_back[i], work, strict=True):
-                accumulate(part.server, total, (back, here))
+        if i in self._keys_back:
+            sources = [self._keys_back[i]]
+            if self._work_sums is not None:
+                sources.append(self._work_sums.totals)
+            for total, *contributions in zip(sums, *sources, strict=True):
+                accumulate(part.server, total, contributions)
         dk, dv = sums
         return self._dq[i], dk.to(given.k.dtype), dv.to(given.v.dtype)
 
     def _at_home(self, part: Part, i: int) -> None:
         given, delta = self._given[i], self._delta[i]
-        k, v = self._keys_in_place(part, i, [(g.k, g.v) if g else None for g in self._given])
+        k, v = self._keys_in_place(part, i, {j: (g.k, g.v) for j, g in self._given.items()})
         dk, dv = (total[part.k_first : part.first + part.rows] for total in self._home_sums)
 
         inputs = BackwardInputs(given.q, k, v, given.dout, given.lse, given.out if delta is None else None, delta)
@@ -314,14 +322,18 @@ class BackwardSteps(_Steps):
                 for total, contribution in zip((dk, dv), own, strict=True):
                     add_rows(total, span, contribution[span])
 
-    def _in_workspace(self, part: Part, i: int) -> torch.Tensor | None:
-        """dq of the tasks of part i in the workspace; their dk and dv are added up there."""
-        if self._work and self._work_sums is None:
-            dtype = self._kernel.grad_dtype(self._work[0].dtype)
-            self._work_sums = WorkspaceGradients(self._phase, *self._work[3:], dtype)
-        if not len(part.server.remote):
-            return None
-        return serve_backward(i, self._work, self._work_sums, self._spec, self._kernel)
+    def _in_workspace(self, part: Part, i: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+        """dq of the tasks of part i in the workspace, and the sums there to which their dk and dv are added; none of
+        them where no part has rows in it."""
+        if not self._work:
+            return None, ()
+        if self._work_sums is None:
+            q_work, *_, k_work, v_work = self._work
+            self._work_sums = WorkspaceGradients(self._phase, k_work, v_work, self._kernel.grad_dtype(q_work.dtype))
+        dq = None
+        if len(part.server.remote):
+            dq = serve_backward(i, self._work, self._work_sums, self._spec, self._kernel)
+        return dq, self._work_sums.totals
 
 
 def serve_backward(

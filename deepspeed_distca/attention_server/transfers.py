@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, Pending, Round
@@ -101,8 +103,12 @@ def add_rows(home: torch.Tensor, span: slice, rows: torch.Tensor) -> None:
         home[span] += rows
 
 
-def accumulate(p: ServerPlan, home: torch.Tensor, sources: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Adds the servers' contributions to dk or dv at home, in fp32 at least, rounding once."""
+def accumulate(p: ServerPlan, home: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    """Adds the servers' contributions to dk or dv at home, in fp32 at least, rounding once.
+
+    Args:
+        sources: what came for ``p.kv_out``, and this rank's workspace where it has one: see ``ServerPlan.touched``.
+    """
     for span, contributions in p.touched:
         total = home[span]
         if len(contributions) == 1:

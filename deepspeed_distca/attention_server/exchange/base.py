@@ -30,11 +30,16 @@ class Exchange(Protocol):
     """Moves rows between the servers of a group; peers are ranks of that group.
 
     Attributes:
+        name: of the kind of exchange, for people to read.
         early: results had better leave as soon as they are there. They had not where sending holds multiprocessors
             until the receiver is ready, which it is when it has done its own tasks.
     """
 
-    early: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def early(self) -> bool: ...
 
     def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:
         """Starts sending and receiving; neither side's tensors may be touched until ``wait()``.
@@ -75,3 +80,26 @@ class Done:
 
     def wait(self) -> None:
         pass
+
+
+_NO_EXCHANGE = "a plan that moves rows needs an exchange, and this one was made without: give its LayerPlan one"
+
+
+class NoExchange:
+    """Of a plan in which nothing travels.
+
+    Raises:
+        RuntimeError: something is to travel.
+    """
+
+    name = "none"
+    early = False
+
+    def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:
+        raise RuntimeError(_NO_EXCHANGE)
+
+    def expect(self, receives: Messages, *, sends: bool) -> Expected:
+        raise RuntimeError(_NO_EXCHANGE)
+
+    def for_sizes(self, sizes: np.ndarray) -> NoExchange:
+        return self

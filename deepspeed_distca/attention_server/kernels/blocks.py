@@ -93,16 +93,16 @@ class Block:
         first = self.first + self.task.shift
         last = first + self.rows - 1
         window = self.task.window
-        causal = end - 1 > first
-        windowed = window is not None and start <= last - window
-        if not (causal or windowed):
+        if window is not None and start > last - window:
+            window = None  # hides none of these keys
+        if window is None and end - 1 <= first:
             return
         query = torch.arange(first, last + 1, device=scores.device)[:, None]
         # Columns before the first hidden one need no pass: with the causal mask alone only the diagonal has any.
-        skip = 0 if windowed else max(0, first + 1 - start)
+        skip = 0 if window is not None else max(0, first + 1 - start)
         key = torch.arange(start + skip, end, device=scores.device)
         hidden = key > query
-        if windowed:
+        if window is not None:
             hidden |= key <= query - window
         scores.unflatten(1, (-1, self.rows))[..., skip:].masked_fill_(hidden, MASKED)
 

@@ -30,13 +30,13 @@ class FlashAttention2Kernel(PackedKernel):
     name = "flash_attn_2"
 
     def missing(self) -> str | None:
-        reason = missing_distribution(DISTRIBUTION, "pip install flash-attn --no-build-isolation")
-        if reason is None:
-            version = distribution_version(DISTRIBUTION)
-            parts = version.split(".")[:2]
-            if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < MIN_VERSION:
-                return f"{DISTRIBUTION} {version} is installed and 2.7 or later is needed (upgrade it)"
-        return reason
+        version = distribution_version(DISTRIBUTION)
+        if version is None:
+            return missing_distribution(DISTRIBUTION, "pip install flash-attn --no-build-isolation")
+        parts = version.split(".")[:2]
+        if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < MIN_VERSION:
+            return f"{DISTRIBUTION} {version} is installed and 2.7 or later is needed (upgrade it)"
+        return None
 
     def load(self) -> None:
         _ = self._library

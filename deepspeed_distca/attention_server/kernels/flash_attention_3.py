@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Mapping
 from functools import cached_property
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -78,14 +79,19 @@ class FlashAttention3Kernel(PackedKernel):
         functions = {name: getattr(self._library, name) for name in ("_flash_attn_forward", "_flash_attn_backward")}
         return {name: inspect.signature(undecorated(f)).parameters for name, f in functions.items()}
 
-    def _call(self, name: str, tensors: dict[str, torch.Tensor], call: PackedCall, spec: AttentionSpec) -> tuple:
+    def _call(
+        self, name: str, tensors: Mapping[str, torch.Tensor | None], call: PackedCall, spec: AttentionSpec
+    ) -> tuple:
         return getattr(self._library, name)(**_arguments(self._parameters[name], tensors, call, spec))
 
 
 def _arguments(
-    known: Mapping[str, inspect.Parameter], tensors: dict[str, torch.Tensor], call: PackedCall, spec: AttentionSpec
-) -> dict:
-    arguments = {
+    known: Mapping[str, inspect.Parameter],
+    tensors: Mapping[str, torch.Tensor | None],
+    call: PackedCall,
+    spec: AttentionSpec,
+) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
         **tensors,
         "cu_seqlens_q": call.q.cu_seqlens,
         "cu_seqlens_k": call.k.cu_seqlens,

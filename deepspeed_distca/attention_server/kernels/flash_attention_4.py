@@ -140,11 +140,13 @@ class FlashAttention4Kernel:
     def _launch_backward(
         self, inputs: BackwardInputs, ranges: DeviceTasks, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients
     ) -> None:
-        q, k, v, out, delta = inputs.q, inputs.k, inputs.v, inputs.out, inputs.delta
+        q, k, v, delta = inputs.q, inputs.k, inputs.v, inputs.delta
         # A dout with strides has given wrong gradients where its offsets pass 2^31.
         dout = inputs.dout.contiguous()
         dlse = None
-        if out is None:
+        if inputs.out is not None:
+            out = inputs.out.contiguous()
+        elif delta is not None:
             if _has_no_dlse(q, v):
                 out = out_from_delta(dout, delta)
             else:
@@ -155,7 +157,7 @@ class FlashAttention4Kernel:
             q,
             k,
             v,
-            out.contiguous(),
+            out,
             dout,
             inputs.lse.contiguous(),
             **_ranges(ranges, tasks.max_q, tasks.max_k),
@@ -194,8 +196,8 @@ def _backward_places(tasks: TaskBatch, device: torch.device) -> _BackwardPlaces:
         return _BackwardPlaces(DeviceTasks(call.q.cu_seqlens, lengths.q_len, call.k.cu_seqlens, lengths.k_len), call)
     if (np.diff(order) > 0).all():
         return _BackwardPlaces(tasks.on(device), None)
-    fields = (x[order] for x in (tasks.q_start, tasks.q_len, tasks.k_start, tasks.k_len))
-    return _BackwardPlaces(TaskBatch(*fields, tasks.q_rows, tasks.k_rows).on(device), None)
+    q_start, q_len, k_start, k_len = (x[order] for x in (tasks.q_start, tasks.q_len, tasks.k_start, tasks.k_len))
+    return _BackwardPlaces(TaskBatch(q_start, q_len, k_start, k_len, tasks.q_rows, tasks.k_rows).on(device), None)
 
 
 def _check_sizes(name: str, q: torch.Tensor, v: torch.Tensor) -> None:

@@ -37,14 +37,14 @@ class PackedRows:
         rows: how many.
         cu_seqlens: int32 [num_tasks + 1] on the device, within the packed rows.
         max_seqlen: longest range.
-        start: first row where the ranges are one slice of the buffer, else None.
-        index: int64 [rows] on the device where they are not, else None.
+        start: first row of the first range.
+        index: int64 [rows] on the device; None where the ranges are one slice of the buffer.
     """
 
     rows: int
     cu_seqlens: torch.Tensor
     max_seqlen: int
-    start: int | None
+    start: int
     index: torch.Tensor | None
 
     @classmethod
@@ -56,7 +56,7 @@ class PackedRows:
         if (shift == shift[0]).all():
             return cls(rows, cu_seqlens, int(length.max()), int(start[0]), None)
         index = np.arange(rows, dtype=np.int64) + np.repeat(shift, length)
-        return cls(rows, cu_seqlens, int(length.max()), None, _to_device(index, device))
+        return cls(rows, cu_seqlens, int(length.max()), int(start[0]), _to_device(index, device))
 
     def take(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The packed rows of x along `dim`; a view where they are a slice."""
@@ -189,7 +189,7 @@ class PackedKernel(ABC):
             dout = call.q.take(inputs.dout)
             if inputs.out is not None:
                 out = call.q.take(inputs.out)
-            else:
+            elif inputs.delta is not None:
                 out = out_from_delta(dout, call.q.take(inputs.delta, dim=1))
             packed = BackwardInputs(
                 q=_widen(call.q.take(q), width).contiguous(),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,11 +103,11 @@ class ReferenceKernel:
                     lse = block.row_scalars(inputs.lse, kv_heads, math)
                     if inputs.delta is not None:
                         delta = block.row_scalars(inputs.delta, kv_heads, math)
-                    else:
+                    elif inputs.out is not None:
                         delta = (douts * block.query_rows(inputs.out, kv_heads, math)).sum(-1)
                     sums = Gradients(torch.zeros_like(queries), dkeys, dvalues)
-                    given = BackwardInputs(queries, keys, values, douts, lse, delta=delta)
-                    _backward_block(given, block, spec, scratch, sums)
+                    given = BackwardInputs(queries, keys, values, douts, lse)
+                    _backward_block(given, delta, block, spec, scratch, sums)
                     block.write_queries(grads.dq, sums.dq)
                 group.write_keys(grads.dk, dkeys)
                 group.write_keys(grads.dv, dvalues)
@@ -126,7 +127,8 @@ def _exact_products(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _ieee_products(device: torch.device) -> Iterator[None]:
     """PyTorch may be set to take fp32 products in TF32, or on a CPU in bf16."""
-    matmul = torch.backends.mkldnn.matmul if device.type == "cpu" else torch.backends.cuda.matmul
+    backends: Any = torch.backends  # whose modules replace themselves by objects: no checker sees those
+    matmul = backends.mkldnn.matmul if device.type == "cpu" else backends.cuda.matmul
     given = matmul.fp32_precision
     if given not in ("tf32", "bf16"):
         yield
@@ -196,27 +198,27 @@ def _forward_block(
     scratch: _Scratch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, M, Dv] and lse [B, M] of one query block."""
-    top = total = acc = None
-    for start, end in block.chunks(queries.shape[0] * queries.shape[1], scratch.blocking):
+    chunks = block.chunks(queries.shape[0] * queries.shape[1], scratch.blocking)
+    start, end = next(chunks)
+    scores = _scores(queries, keys, block, start, end, spec, scratch)
+    top = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    acc = torch.bmm(weights, values[:, start:end])
+    for start, end in chunks:
         scores = _scores(queries, keys, block, start, end, spec, scratch)
-        chunk_top = scores.amax(-1, keepdim=True)
-        if acc is None:
-            top = chunk_top
-            weights = scores.sub_(top).exp_()
-            total = weights.sum(-1, keepdim=True)
-            acc = torch.bmm(weights, values[:, start:end])
-        else:
-            new_top = torch.maximum(top, chunk_top)
-            decay = (top - new_top).exp_()
-            top = new_top
-            weights = scores.sub_(top).exp_()
-            total.mul_(decay).add_(weights.sum(-1, keepdim=True))
-            acc.mul_(decay).baddbmm_(weights, values[:, start:end])
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        decay = (top - new_top).exp_()
+        top = new_top
+        weights = scores.sub_(top).exp_()
+        total.mul_(decay).add_(weights.sum(-1, keepdim=True))
+        acc.mul_(decay).baddbmm_(weights, values[:, start:end])
     return acc.div_(total), (top + total.log()).squeeze(-1)
 
 
 def _backward_block(
     given: BackwardInputs,
+    delta: torch.Tensor,
     block: Block | Batched,
     spec: AttentionSpec,
     scratch: _Scratch,
@@ -225,7 +227,7 @@ def _backward_block(
     """Adds the gradients of one query block, all in the shapes of the products: q, dout and dq [B, M, D], lse and
     delta [B, M], k, v, dk and dv [B, keys, D]."""
     queries, keys, values, douts = given.q, given.k, given.v, given.dout
-    lse, delta = given.lse[..., None], given.delta[..., None]
+    lse, delta = given.lse[..., None], delta[..., None]
     for start, end in block.chunks(queries.shape[0] * queries.shape[1], scratch.blocking):
         scores = _scores(queries, keys, block, start, end, spec, scratch)
         slope = None

@@ -73,7 +73,7 @@ def select_kernel(
         kernel.load()
         return kernel
 
-    passed_over = []
+    passed_over: list[str] = []
     for candidate in KERNEL_NAMES:
         kernel = make_kernel(candidate)
         reason = kernel.missing() or _unfit(kernel, shape, spec)

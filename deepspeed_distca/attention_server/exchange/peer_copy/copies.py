@@ -262,20 +262,22 @@ class _Watch:
                 self._under_way.popleft()
             self._under_way.append((time.monotonic(), pending))
         if self._timeout is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="distca-peer-copy-watch", daemon=True)
+            self._thread = threading.Thread(
+                target=self._look, args=(self._timeout,), name="distca-peer-copy-watch", daemon=True
+            )
             self._thread.start()
 
-    def _look(self) -> None:
+    def _look(self, timeout: float) -> None:
         while True:
-            time.sleep(min(5.0, self._timeout / 4))
+            time.sleep(min(5.0, timeout / 4))
             with self._lock:
-                late = bool(self._under_way) and time.monotonic() - self._under_way[0][0] > self._timeout
+                late = bool(self._under_way) and time.monotonic() - self._under_way[0][0] > timeout
                 if late and self._under_way[0][1].over():
                     self._under_way.popleft()
                     late = False
             if late:
                 print(
-                    f"distca: an exchange by peer copies was not over after {self._timeout:g} s on {self._who}: "
+                    f"distca: an exchange by peer copies was not over after {timeout:g} s on {self._who}: "
                     "another rank stopped, or is that slow (then raise `timeout_seconds`). This process ends.",
                     file=sys.stderr,
                     flush=True,

@@ -31,13 +31,13 @@ class _Options(BaseModel):
 class AdvancedConfig(_Options):
     """Options of ``distca.advanced``: what planning and exchanges are made of."""
 
-    tolerance: float = Field(TOLERANCE, ge=0.0, le=1.0, allow_inf_nan=False)
+    tolerance: float = Field(default=TOLERANCE, ge=0.0, le=1.0, allow_inf_nan=False)
     """ The largest load may exceed the mean by this share (0.005 = 0.5 %) before work is moved, and after. """
 
-    granularity: int = Field(GRANULARITY, ge=1)
+    granularity: int = Field(default=GRANULARITY, ge=1)
     """ Query rows a cut is rounded to; 128 is the tile of the flash-attention kernels. """
 
-    min_gain: float | None = Field(None, ge=0.0, allow_inf_nan=False)
+    min_gain: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     """ What balance must save in a layer's forward or backward, less transfers that tasks do not cover, before rows
     are moved, as a share of the time of its linear work and of core attention on the busiest server; all of it
     predicted. Steps in which rows move run at lower clocks, and so do ranks that no longer wait. 0: rows move whatever
@@ -49,7 +49,7 @@ class AdvancedConfig(_Options):
     had on every rank, "nccl" is used and a line says why. Left out: "peer_copy" where it can be had, else "nccl",
     and a line says so if `staging_mib` did not fit into memory; "nccl" with pipelines. """
 
-    staging_mib: int = Field(1536, ge=1)
+    staging_mib: int = Field(default=1536, ge=1)
     """ MiB of every GPU's memory that `exchange` "peer_copy" sets aside, divided among the other servers by what each
     micro-batch sends them. It should hold what a GPU sends in a layer's backward: rows beyond it travel in several
     goes, and those hardly while attention runs. """
@@ -59,7 +59,7 @@ class AdvancedConfig(_Options):
     spread so that a layer's linear work and attention are predicted to end at the same time on all of them. A rank of
     weight 0 computes none. Left out: attention is spread equally. """
 
-    max_received_rows: int | None = Field(None, ge=1)
+    max_received_rows: int | None = Field(default=None, ge=1)
     """ The most query and key/value rows that a server may receive for a micro-batch: a cap on memory which may cost
     balance. It is raised only where ranks of weight 0 leave no other way. Left out: no cap. """
 
@@ -87,12 +87,12 @@ class DistCAConfig(_Options):
     kernel: Literal["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen", "reference"] | None = None
     """ What computes core attention. Left out: the best that is installed and fits the device and data type. """
 
-    cost_model: str | None = Field(None, min_length=1)
+    cost_model: str | None = Field(default=None, min_length=1)
     """ A stored cost model (`ds_distca profile --save FILE`) by which tasks are weighed; rank 0 reads it, and every
     rank that makes a `GlobalPackedLoader` by this block. Left out: what `ds_distca profile` measured on rank 0's
     device, else one shipped for the device, else one of an H200. """
 
-    servers: int | None = Field(None, ge=1)
+    servers: int | None = Field(default=None, ge=1)
     """ Ranks that share their attention work: consecutive data-parallel ranks, a divisor of their number.
     Left out: all of them. """
 
@@ -104,7 +104,7 @@ class DistCAConfig(_Options):
     token_weighted_loss: bool = True
     """ Weight the model's loss so that its mean over ranks and micro-batches is the mean over all target tokens. """
 
-    timeout_seconds: float = Field(600.0, gt=0.0, allow_inf_nan=False)
+    timeout_seconds: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
     """ How long a rank waits for the others before it stops with an error. """
 
     advanced: AdvancedConfig = Field(default_factory=AdvancedConfig)

@@ -57,7 +57,7 @@ class AccumulationLoader:
     ) -> None:
         if last_window not in LAST_WINDOW:
             raise ValueError(f"last_window must be one of {', '.join(LAST_WINDOW)}, got {last_window!r}")
-        self.loader = loader
+        self.loader: Any = loader  # it may have a length, a state and samplers
         self.gradient_accumulation_steps = integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
         self.last_window = last_window
         self._begin: Any = None  # the loader's state before the step that is being handed out
@@ -80,11 +80,11 @@ class AccumulationLoader:
             for left, batch in zip(reversed(range(len(window))), window, strict=True):
                 self._within = left > 0
                 if ended:
-                    self.loader.end_of_dataloader = not left  # type: ignore[attr-defined]
+                    self.loader.end_of_dataloader = not left
                 yield {**batch, "step_targets": step_targets}
 
     def __len__(self) -> int:
-        micro_batches, size = len(self.loader), self.gradient_accumulation_steps  # type: ignore[arg-type]
+        micro_batches, size = len(self.loader), self.gradient_accumulation_steps
         steps = micro_batches // size if self.last_window == "drop" else -(-micro_batches // size)
         return steps * size
 
@@ -93,8 +93,9 @@ class AccumulationLoader:
         samplers = (getattr(self.loader, name, None) for name in ("batch_sampler", "sampler"))
         batch_sampler, sampler = samplers
         for target in (self.loader, batch_sampler, sampler, getattr(batch_sampler, "sampler", None)):
-            if hasattr(target, "set_epoch"):
-                target.set_epoch(epoch)
+            set_epoch = getattr(target, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
                 return
 
     def __getattr__(self, name: str) -> Any:
@@ -126,7 +127,7 @@ class AccumulationLoader:
 
     def _loader_state(self) -> Any:
         try:
-            return self.loader.state_dict()  # type: ignore[attr-defined]
+            return self.loader.state_dict()
         except AttributeError:
             # There is none; Accelerate's loaders have one that fails unless the loader inside is a stateful one.
             return None
@@ -134,14 +135,14 @@ class AccumulationLoader:
     def _state_dict(self) -> dict[str, Any]:
         begun = self._within and self._begin is not None
         # A loader that has no state in spite of its method says so itself.
-        loader = self._begin if begun else self.loader.state_dict()  # type: ignore[attr-defined]
+        loader = self._begin if begun else self.loader.state_dict()
         return {"version": _STATE_VERSION, "loader": loader}
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         name = "the accumulation loader's state"
         check_version(state, _STATE_VERSION, name)
         check_keys(state, ("version", "loader"), name)
-        self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        self.loader.load_state_dict(state["loader"])
         self._begin, self._within = state["loader"], True
 
 

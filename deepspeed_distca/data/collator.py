@@ -112,9 +112,9 @@ class PackedSequenceCollator:
         if self.max_tokens is None:
             return Fit(documents)
         if self.overflow == "split":
-            return self._split(documents)
+            return _split(documents, self.max_tokens)
         if self.overflow == "drop":
-            return self._drop(documents)
+            return _drop(documents, self.max_tokens)
         tokens = sum(len(document.input_ids) for document in documents)
         if tokens > self.max_tokens:
             longest = max(len(document.input_ids) for document in documents)
@@ -124,25 +124,6 @@ class PackedSequenceCollator:
                 'overflow="split" or "drop"'
             )
         return Fit(documents)
-
-    def _split(self, documents: list[Document]) -> Fit:
-        pieces, split = [], 0
-        for document in documents:
-            cuts = cut(len(document.input_ids), self.max_tokens)
-            split += len(cuts) > 1
-            pieces += [Document(*(column[start : start + n] for column in document)) for start, n in cuts]
-        return Fit(pieces, split_documents=split)
-
-    def _drop(self, documents: list[Document]) -> Fit:
-        kept, room, dropped, dropped_tokens = [], self.max_tokens, 0, 0
-        for document in documents:
-            length = len(document.input_ids)
-            if length <= room:
-                kept.append(document)
-                room -= length
-            else:
-                dropped, dropped_tokens = dropped + 1, dropped_tokens + length
-        return Fit(kept, dropped_documents=dropped, dropped_tokens=dropped_tokens)
 
     def _report_overflow(self, fit: Fit) -> None:
         if fit.dropped_documents:
@@ -170,6 +151,27 @@ class PackedSequenceCollator:
             logging.INFO if kind in self._reported else logging.WARNING, "packed-sequence collator: %s", message
         )
         self._reported.add(kind)
+
+
+def _split(documents: list[Document], max_tokens: int) -> Fit:
+    pieces, split = [], 0
+    for document in documents:
+        cuts = cut(len(document.input_ids), max_tokens)
+        split += len(cuts) > 1
+        pieces += [Document(*(column[start : start + n] for column in document)) for start, n in cuts]
+    return Fit(pieces, split_documents=split)
+
+
+def _drop(documents: list[Document], max_tokens: int) -> Fit:
+    kept, room, dropped, dropped_tokens = [], max_tokens, 0, 0
+    for document in documents:
+        length = len(document.input_ids)
+        if length <= room:
+            kept.append(document)
+            room -= length
+        else:
+            dropped, dropped_tokens = dropped + 1, dropped_tokens + length
+    return Fit(kept, dropped_documents=dropped, dropped_tokens=dropped_tokens)
 
 
 def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:

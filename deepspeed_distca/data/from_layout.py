@@ -15,10 +15,10 @@ IGNORE_INDEX = -100
 
 
 def batch_from_layout(
-    documents: Mapping[int, Sequence[int]],
+    documents: Mapping[int, Sequence[int] | np.ndarray],
     layout: Layout,
     rank: int,
-    labels: Mapping[int, Sequence[int]] | None = None,
+    labels: Mapping[int, Sequence[int] | np.ndarray] | None = None,
 ) -> dict[str, Any]:
     """What ``engine(**batch)`` takes on one rank, for a layout that all ranks share.
 

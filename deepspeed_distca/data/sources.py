@@ -289,8 +289,9 @@ class _Encoder:
         return {"input_ids": self(texts)}
 
     def _ended(self, ids: np.ndarray) -> np.ndarray:
-        ended = self._eos is None or (len(ids) and ids[-1] == self._eos)
-        return ids if ended else np.append(ids, self._eos)
+        if self._eos is None or (len(ids) and ids[-1] == self._eos):
+            return ids
+        return np.append(ids, self._eos)
 
     def _text(self, item: Any) -> str:
         text = item.get(self._text_column) if isinstance(item, Mapping) else item

@@ -7,6 +7,7 @@ Between layers, and so between stages, travels the pair (hidden_states [1, token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class StageContext:
 
     def __init__(self, config: Any, rotary: nn.Module) -> None:
         self.config = config
-        self.plans: list[Plan] | None = None
+        self.plans: Sequence[Plan | None] | None = None
         self.kept: KeptAttention | None = None
         self._rotary = rotary
 

@@ -72,13 +72,13 @@ class MicroBatchAttention:
     """All layers of this stage for one micro-batch.
 
     Attributes:
-        plans: by kind; None where the stage has no such layer. Their backward parts follow when its tick comes.
+        plans: by kind; None where no rank has rows. Their backward parts follow when its tick comes.
         layers: by layer of the stage, its plan.
         kept: what recomputation takes in the place of another exchange.
     """
 
     plans: list[StepPlan | None]
-    layers: list[StepPlan]
+    layers: list[StepPlan | None]
     kept: KeptAttention | None
 
 

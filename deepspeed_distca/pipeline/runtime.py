@@ -9,7 +9,7 @@ two instructions more, for ranks that serve) and, during a batch, where it takes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -183,7 +183,7 @@ class PipelineRuntime:
         self._layouts: list[Layout] = []
         self._at = 0
         self._parts: list[ServerPlan | None] = []
-        self._open: dict[int, MicroBatchAttention] = {}
+        self._open: dict[int | None, MicroBatchAttention] = {}
         self._training = False
         self._install()
         if dist.get_rank() == 0:
@@ -212,7 +212,7 @@ class PipelineRuntime:
         engine = self._engine
         self._run_schedule, own = own_schedule(engine)
         self._forward_pass, self._backward_pass = own[ds.ForwardPass], own[ds.BackwardPass]
-        instructions = {
+        instructions: dict[type, Callable[..., Any]] = {
             **own,
             ds.ForwardPass: lambda _, buffer_id: self._forward(buffer_id),
             ds.BackwardPass: lambda _, buffer_id: self._backward(buffer_id),
@@ -325,7 +325,8 @@ class PipelineRuntime:
 
     # -- instructions
 
-    def _micro_batch(self) -> int:
+    def _micro_batch(self) -> int | None:
+        """Of this stage in the tick, if it has one."""
         tick = self._ticks[self._at]
         return tick.micro_batches[self._topology.stages.index(self._engine.stage_id)]
 

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from deepspeed.runtime.pipe import schedule as ds
 
 from deepspeed_distca.compat.deepspeed import buffer_of, has_stage
-
-Phase = Literal["forward", "backward"]
+from deepspeed_distca.scheduler.cost_model import Phase
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,12 @@ def evaluation_ticks(micro_batches: int, stages: int) -> list[Tick]:
 def passes(schedule: ds.PipeSchedule) -> list[Tick]:
     """The forward and backward passes of one stage under any schedule that takes micro-batches in order, as ticks of
     that stage alone."""
-    count = {"forward": 0, "backward": 0}
+    phases: dict[type, Phase] = {ds.ForwardPass: "forward", ds.BackwardPass: "backward"}
+    count = dict.fromkeys(phases.values(), 0)
     ticks = []
     for step in schedule.steps():
         for command in step:
-            phase: Phase | None = {ds.ForwardPass: "forward", ds.BackwardPass: "backward"}.get(type(command))
+            phase = phases.get(type(command))
             if phase is not None:
                 ticks.append(Tick(phase, (count[phase],)))
                 count[phase] += 1

@@ -123,9 +123,9 @@ def _measure_exchange(
     try:
         world = dist.get_world_size()
         group = exchange_group([list(range(world))], device, _TIMEOUT)
-        exchange = PeerToPeerExchange(group)
+        plain = PeerToPeerExchange(group)
         sizes, unseen = sizes_for(device, quick)
-        seconds = measure_link(exchange, device, [*sizes, *unseen])
+        seconds = measure_link(plain, device, [*sizes, *unseen])
         link = Link(world, sizes, seconds[: len(sizes)], unseen, seconds[len(sizes) :])
         # As in training.
         exchange = make_exchange(None, group, device, timeout=_TIMEOUT.total_seconds(), staging_mib=_STAGING_MIB)
@@ -135,7 +135,7 @@ def _measure_exchange(
 
 
 def _about(kernel: Kernel, windows: list[int | None]) -> Mapping[str, Any]:
-    about = {
+    about: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "torch": str(torch.__version__),
         "command": "ds_distca profile",
@@ -212,19 +212,23 @@ def _kernel(
     name: str | None, heads: Heads, dtype: torch.dtype, device: torch.device, windows: list[int | None]
 ) -> Kernel:
     """The kernel that an engine would select, with every window."""
-    kernel = None
+
+    def select(name: str | None, window: int | None) -> Kernel:
+        return select_kernel(
+            name,
+            device=device,
+            dtype=dtype,
+            q_heads=heads.query,
+            kv_heads=heads.key_value,
+            head_dim=heads.head_dim,
+            v_head_dim=heads.value_dim,
+            spec=AttentionSpec(heads.head_dim**-0.5, window),
+        )
+
     try:
-        for window in windows:
-            kernel = select_kernel(
-                name or (kernel.name if kernel else None),
-                device=device,
-                dtype=dtype,
-                q_heads=heads.query,
-                kv_heads=heads.key_value,
-                head_dim=heads.head_dim,
-                v_head_dim=heads.value_dim,
-                spec=AttentionSpec(heads.head_dim**-0.5, window),
-            )
+        kernel = select(name, windows[0])
+        for window in windows[1:]:
+            kernel = select(kernel.name, window)
     except KernelError as error:
         raise ProfileUsageError(str(error)) from error
     return kernel

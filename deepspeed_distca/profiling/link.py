@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from deepspeed_distca.attention_server.exchange.base import Messages
 from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
 from deepspeed_distca.profiling.measure import Stopwatch
 
@@ -44,14 +46,19 @@ def measure_link(
     medians = []
     for size in sizes:
         out, into = (buffer[:size] for buffer in buffers)
+        transfer = partial(_transfer, exchange, [(to, out)], [(source, into)])
         samples = []
         for _ in range(repeats + 2):
             meet(group, device)
-            samples.append(stopwatch(lambda out=out, into=into: exchange.start([(to, out)], [(source, into)]).wait()))
+            samples.append(stopwatch(transfer))
         medians.append(statistics.median(samples[2:]))
     slowest = torch.tensor(medians, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return slowest.tolist()
+
+
+def _transfer(exchange: PeerToPeerExchange, sends: Messages, receives: Messages) -> None:
+    exchange.start(sends, receives).wait()
 
 
 def meet(group: dist.ProcessGroup | None, device: torch.device) -> None:

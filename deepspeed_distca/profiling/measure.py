@@ -13,7 +13,7 @@ import torch
 from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel, KernelError
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.profiling.shapes import Limits, Shape, fitting_shapes, held_out_shapes
-from deepspeed_distca.scheduler.cost_model import PHASES
+from deepspeed_distca.scheduler.cost_model import PHASES, Phase
 from deepspeed_distca.scheduler.heads import Heads
 
 # Elements that a buffer must stay below in flash-attention kernels.
@@ -89,7 +89,7 @@ class KernelBench:
         self._out = torch.empty_like(self._dout)
         self._lse = torch.empty(heads.query * limits.longest, device=device, dtype=torch.float32)
 
-    def start(self, shape: Shape) -> dict[str, Callable[[], float]]:
+    def start(self, shape: Shape) -> dict[Phase, Callable[[], float]]:
         """One forward and one backward call, by phase; the seconds of each are read afterwards (Stopwatch.start)."""
         tasks, spec = shape.tasks, AttentionSpec(self.heads.head_dim**-0.5, shape.window)
         q, dout, dq, out = (x[: tasks.q_rows] for x in (self._q, self._dout, self._dq, self._out))
@@ -100,7 +100,7 @@ class KernelBench:
         backward = self._stopwatch.start(lambda: self.kernel.backward(inputs, tasks, spec, grads))
         return {"forward": forward, "backward": backward}
 
-    def seconds(self, shape: Shape) -> dict[str, float]:
+    def seconds(self, shape: Shape) -> dict[Phase, float]:
         """Of one forward and one backward call, with the device waited for after both."""
         return {phase: read() for phase, read in self.start(shape).items()}
 
@@ -110,7 +110,7 @@ class Measured:
     """Seconds of every shape in each phase, over so many rounds."""
 
     shapes: tuple[Shape, ...]
-    seconds: dict[str, list[float]]
+    seconds: dict[Phase, list[float]]
     rounds: int
 
 
@@ -125,7 +125,7 @@ def measure(bench: KernelBench, shapes: Sequence[Shape], budget: float) -> Measu
         KernelError: the kernel cannot compute such attention, or the device's memory is too small.
     """
     start = time.perf_counter()
-    samples: dict[str, list[list[float]]] = {phase: [[] for _ in shapes] for phase in PHASES}
+    samples: dict[Phase, list[list[float]]] = {phase: [[] for _ in shapes] for phase in PHASES}
     rounds = 0
     try:
         for shape in shapes:

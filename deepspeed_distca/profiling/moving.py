@@ -22,7 +22,7 @@ from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.profiling.link import meet
-from deepspeed_distca.scheduler.cost_model import PHASES
+from deepspeed_distca.scheduler.cost_model import PHASES, Phase
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.tasks import SERVER, TASK_DOCUMENT, home_tasks
@@ -47,9 +47,9 @@ class Moves:
     """
 
     ranks: int
-    messages: dict[str, list[int]]
-    sizes: dict[str, list[tuple[int, int]]]
-    seconds: dict[str, list[float]]
+    messages: dict[Phase, list[int]]
+    sizes: dict[Phase, list[tuple[int, int]]]
+    seconds: dict[Phase, list[float]]
 
 
 def measure_moving(
@@ -79,9 +79,18 @@ def measure_moving(
     for phase, (plain, *moved) in zip(PHASES, slowest.tolist(), strict=True):
         sizes = [compiler.bytes_between(heads, phase) for compiler in compilers[1:]]
         moves.messages[phase] = [int(compiler.messages(phase).max()) for compiler in compilers[1:]]
-        moves.sizes[phase] = [tuple(int(one_way.sum(axis=1).max()) for one_way in both) for both in sizes]
+        moves.sizes[phase] = [(_most(out), _most(back)) for out, back in sizes]
         moves.seconds[phase] = [seconds - plain for seconds in moved]
     return moves
+
+
+def _most(sent: np.ndarray) -> int:
+    """What the rank sends that sends the most.
+
+    Args:
+        sent: bytes, int64 [sender, receiver].
+    """
+    return int(sent.sum(axis=1).max())
 
 
 def _moved(layout: Layout, count: int) -> np.ndarray:
@@ -113,12 +122,10 @@ class _Layers:
         self._qkv = [torch.randn(rows, *s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
         self._dout = torch.randn(rows, heads.query, value_dim, device=device, dtype=dtype)
 
-    def seconds(self) -> dict[str, float]:
+    def seconds(self) -> dict[Phase, float]:
         """Of one layer, by phase. Collective."""
-        plan, spec, kernel = self._plan, self._spec, self._kernel
-        outs, forward = self._timed(
-            lambda: [core_attention(*self._qkv, plan, spec, kernel)[0] for _ in range(_LAYERS)]
-        )
+        plan, spec, kernel, (q, k, v) = self._plan, self._spec, self._kernel, self._qkv
+        outs, forward = self._timed(lambda: [core_attention(q, k, v, plan, spec, kernel)[0] for _ in range(_LAYERS)])
         _, backward = self._timed(lambda: torch.autograd.grad(outs, self._qkv, [self._dout] * _LAYERS))
         return {"forward": forward / _LAYERS, "backward": backward / _LAYERS}
 

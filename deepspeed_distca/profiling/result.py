@@ -12,7 +12,7 @@ import numpy as np
 from deepspeed_distca.profiling.measure import Measured
 from deepspeed_distca.profiling.moving import Moves
 from deepspeed_distca.profiling.shapes import Shape
-from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel, MovingCost
+from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel, MovingCost, Phase
 from deepspeed_distca.scheduler.fit import PredictionError, fit_moving, fit_phase, fit_transfer, predict
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Profile, Setting
@@ -45,8 +45,8 @@ class Prediction:
     """A call's measured and predicted seconds, by phase."""
 
     shape: Shape
-    measured: dict[str, float]
-    predicted: dict[str, float]
+    measured: dict[Phase, float]
+    predicted: dict[Phase, float]
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Result:
     """
 
     profile: Profile
-    fitted: dict[str, PredictionError]
-    held_out: dict[str, PredictionError]
+    fitted: dict[Phase, PredictionError]
+    held_out: dict[Phase, PredictionError]
     calls: list[Prediction]
     link: PredictionError | None
 
@@ -71,7 +71,7 @@ def build(
     heads: Heads,
     fitting: Measured,
     held_out: Measured,
-    smallest: Mapping[str, float],
+    smallest: Mapping[Phase, float],
     link: Link | None,
     moves: Moves | None,
     about: Mapping[str, Any],
@@ -97,23 +97,25 @@ def build(
         fitted[phase] = PredictionError.of(predict(cost, rows, floors[phase]), seconds)
         rows = np.stack([shape.features for shape in held_out.shapes])
         predicted[phase] = predict(cost, rows, floors[phase])
-        unseen[phase] = PredictionError.of(predicted[phase], held_out.seconds[phase])
-    rates, exchange = {}, "not measured (start the command by torchrun with 2 ranks or more)"
+        unseen[phase] = PredictionError.of(predicted[phase], np.array(held_out.seconds[phase]))
+    # One floor for both phases; the smaller keeps its promise in each.
+    model = CostModel(heads, phases["forward"], phases["backward"], launch=min(floors.values()))
+    link_error, exchange = None, "not measured (start the command by torchrun with 2 ranks or more)"
     if link is not None:
         try:
-            rates["bytes_per_second"], rates["latency"] = fit_transfer(link.sizes, link.seconds)
+            rate, latency = fit_transfer(np.array(link.sizes), np.array(link.seconds))
         except ValueError as error:  # a link that others use too
             exchange = f"not usable: {error}"
-    # One floor for both phases; the smaller keeps its promise in each.
-    model = CostModel(heads, phases["forward"], phases["backward"], launch=min(floors.values()), **rates)
-    if moves is not None:
-        model = replace(model, **_moving(model, moves))
-    link_error = None
-    if rates:
-        link_error = PredictionError.of(model.transfer_seconds(link.held_out_sizes), link.held_out_seconds)
-        exchange = f"measured over {link.ranks} ranks; error of sizes held out: {link_error}"
-    else:
+        else:
+            model = replace(model, bytes_per_second=rate, latency=latency)
+            predictions = model.transfer_seconds(link.held_out_sizes)
+            link_error = PredictionError.of(predictions, np.array(link.held_out_seconds))
+            exchange = f"measured over {link.ranks} ranks; error of sizes held out: {link_error}"
+    if link_error is None:
         exchange += "; the rate and the latency are the default ones, of two H200s over NVLink"
+    if moves is not None:
+        forward, backward = (_moving(model, moves, phase) for phase in PHASES)
+        model = replace(model, moving_forward=forward, moving_backward=backward)
     calls = [
         Prediction(
             shape,
@@ -133,11 +135,11 @@ def build(
         "ms of shapes held out": _rows(held_out),
     }
     if moves is not None:
-        rows = zip(
+        layers = zip(
             *(moves.messages[phase] for phase in PHASES), *(moves.seconds[phase] for phase in PHASES), strict=True
         )
         about["ms more of layers whose rows move, forward and backward"] = [
-            f"{m}, {n} messages: {forward * 1e3:.4f} {backward * 1e3:.4f}" for m, n, forward, backward in rows
+            f"{m}, {n} messages: {forward * 1e3:.4f} {backward * 1e3:.4f}" for m, n, forward, backward in layers
         ]
     if link is not None:
         pairs = zip((*link.sizes, *link.held_out_sizes), (*link.seconds, *link.held_out_seconds), strict=True)
@@ -145,14 +147,10 @@ def build(
     return Result(Profile(setting, model, about), fitted, unseen, calls, link_error)
 
 
-def _moving(model: CostModel, moves: Moves) -> dict[str, MovingCost]:
+def _moving(model: CostModel, moves: Moves, phase: Phase) -> MovingCost:
     """What moving rows costs beside the transfers, which nothing covers in layers as short as these."""
-    terms = {}
-    for phase in PHASES:
-        transfers = [sum(map(model.transfer_seconds, both)) for both in moves.sizes[phase]]
-        beside = np.array(moves.seconds[phase]) - transfers
-        terms[f"moving_{phase}"] = fit_moving(moves.messages[phase], beside)
-    return terms
+    transfers = [sum(map(model.transfer_seconds, both)) for both in moves.sizes[phase]]
+    return fit_moving(moves.messages[phase], np.array(moves.seconds[phase]) - transfers)
 
 
 def _rows(measured: Measured) -> list[str]:

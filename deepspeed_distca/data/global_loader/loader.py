@@ -146,7 +146,7 @@ class GlobalPackedLoader:
             },
             regroup=regroup,
         )
-        self._workers = {
+        self._workers: dict[str, Any] = {
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor,
             "pin_memory": pin_memory,
@@ -237,8 +237,6 @@ class GlobalPackedLoader:
         Raises:
             TypeError: for a stream.
         """
-        if isinstance(self._source, StreamedDocuments):
-            raise TypeError("the number of micro-batches of a stream is not known beforehand")
         if self._length is None or self._length[0] != self._epoch:
             self._length = self._epoch, self._steps.micro_batches(self._epoch)
         return self._length[1]
@@ -251,8 +249,10 @@ class GlobalPackedLoader:
         epoch, loaded = self._epoch, self._loaded
         self._handed_out, self._start, self._resumed = self._start, 0, False
         first = self._handed_out // self._steps.accumulation_steps
-        loader = DataLoader(
-            **self._steps.read(epoch, first, self._batches),
+        dataset, sampler = self._steps.read(epoch, first, self._batches)
+        loader: DataLoader = DataLoader(
+            dataset,
+            sampler=sampler,
             batch_size=None,
             # Its own generator: the default would draw the workers' seed from the global random state.
             generator=torch.Generator().manual_seed(0),

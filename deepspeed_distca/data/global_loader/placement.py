@@ -272,7 +272,7 @@ class _Filling:
                     self._store(rank, document, 0, high)
                     continue
             emptiest = self._emptiest(1)
-            if long and int(self._room[emptiest]) > self._mean * _LEAST_ROOM // 1000:
+            if long and emptiest is not None and int(self._room[emptiest]) > self._mean * _LEAST_ROOM // 1000:
                 self._store_tail(emptiest, document, high)
             elif rank is not None:
                 self._store(rank, document, 0, high)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -64,19 +64,28 @@ class Steps:
         return self._packer.counts
 
     def micro_batches(self, epoch: int) -> int:
-        """Of an epoch of indexed documents."""
-        return self.accumulation_steps * sum(1 for _ in self._indexed(epoch, GlobalPacker(**self._packing)))
+        """Of an epoch of indexed documents.
 
-    def read(self, epoch: int, first: int, batches: StepBatches) -> dict[str, Any]:
+        Raises:
+            TypeError: for a stream.
+        """
+        if isinstance(self._source, StreamedDocuments):
+            raise TypeError("the number of micro-batches of a stream is not known beforehand")
+        steps = self._indexed(self._source, epoch, GlobalPacker(**self._packing))
+        return self.accumulation_steps * sum(1 for _ in steps)
+
+    def read(self, epoch: int, first: int, batches: StepBatches) -> tuple[Dataset[Any], Iterable[Packs] | None]:
         """A dataset and a sampler for ``DataLoader``, whose items are the batches of a step, joined, from step
         `first` on."""
         self._packer = GlobalPacker(**self._packing)
         if isinstance(self._source, StreamedDocuments):
-            return {"dataset": _Stream(self, epoch, first, batches), "sampler": None}
-        steps = self._indexed(epoch, self._packer)
-        return {"dataset": _Indexed(self._source, batches), "sampler": _SkipFirst(steps, first, batches.group)}
+            return _Stream(self, self._source, epoch, first, batches), None
+        steps = self._indexed(self._source, epoch, self._packer)
+        return _Indexed(self._source, batches), _SkipFirst(steps, first, batches.group)
 
-    def streamed(self, epoch: int, first: int, batches: StepBatches) -> Iterator[list[Batch]]:
+    def streamed(
+        self, source: StreamedDocuments, epoch: int, first: int, batches: StepBatches
+    ) -> Iterator[list[Batch]]:
         """Batches of the steps of a stream from step `first` on.
 
         Raises:
@@ -87,7 +96,7 @@ class Steps:
 
         def documents() -> Iterator[tuple[int, int]]:
             rng = np.random.default_rng((self._seed, epoch)) if self._shuffle else None
-            for index, document in enumerate(_shuffled(self._source.read(epoch), self._buffer, rng)):
+            for index, document in enumerate(_shuffled(source.read(epoch), self._buffer, rng)):
                 length = len(document.input_ids)
                 if 0 < length <= self._packer.longest or (length and self._packer.overflow == "split"):
                     held[index], left[index] = document, length
@@ -108,8 +117,8 @@ class Steps:
                 f"{first}: it has other documents than the run that saved the state"
             )
 
-    def _indexed(self, epoch: int, packer: GlobalPacker) -> Iterator[Step]:
-        lengths = self._source.lengths
+    def _indexed(self, source: IndexedDocuments, epoch: int, packer: GlobalPacker) -> Iterator[Step]:
+        lengths = source.lengths
         order = np.arange(len(lengths))
         if self._shuffle:
             order = np.random.default_rng((self._seed, epoch)).permutation(order)
@@ -153,8 +162,8 @@ class _Indexed(Dataset):
 class _Stream(IterableDataset):
     """Batches of the steps of a stream, read where they are made."""
 
-    def __init__(self, steps: Steps, epoch: int, first: int, batches: StepBatches) -> None:
-        self._steps, self._place = steps, (epoch, first, batches)
+    def __init__(self, steps: Steps, source: StreamedDocuments, epoch: int, first: int, batches: StepBatches) -> None:
+        self._steps, self._place = steps, (source, epoch, first, batches)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, list[Batch]]]:
         return map(join, self._steps.streamed(*self._place))

@@ -75,7 +75,8 @@ class Planner(Protocol):
     place: tuple[int, int]
 
     def request(self, given: MicroBatch | Exception, device: torch.device) -> PlanRequest:
-        """Collective: asks for the plan of a training micro-batch. An error may come with the plan's first use."""
+        """Collective: asks for the plan of a training micro-batch. Raises the error that was given; one of another
+        rank may come with the plan's first use."""
 
     def plan_alone(self, layout: Layout) -> StepPlan:
         """Everything on this rank, without a word to the others: for evaluation."""
@@ -165,6 +166,7 @@ class DecoderHooks:
         if shared.sub_configs or any(m.config is not shared for m in self._modules):
             return
         own = copy.copy(shared)
+        module: Any
         for module in self._model.modules():
             if getattr(module, "config", None) is shared:
                 module.config = own
@@ -180,17 +182,19 @@ class DecoderHooks:
         if found is None:
             kwargs = {key: value for key, value in kwargs.items() if key not in DESCRIPTION}
         else:
-            plan, admitted, kwargs = found
-            self._start(model, plan, admitted, kwargs, training)
+            running, plan, admitted, kwargs = found
+            self._start(model, running, plan, admitted, kwargs)
         kwargs = {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in kwargs.items()}
         return (), kwargs
 
-    def _start(self, model: nn.Module, plan: Plan, admitted: Admitted, kwargs: dict[str, Any], training: bool) -> None:
+    def _start(
+        self, model: nn.Module, running: _Forward, plan: Plan, admitted: Admitted, kwargs: dict[str, Any]
+    ) -> None:
         """Switches the model to its plan; adds to the arguments what travels to its layers."""
         looked_at = not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
         self._names.use(FIRST if looked_at else NAME)
         self._rope.begin(admitted.lengths)
-        if training:
+        if running.training:
             self._names.expect(plan)
         for key in _KERNEL_ARGUMENTS:
             kwargs.pop(key, None)
@@ -200,19 +204,18 @@ class DecoderHooks:
             for key in _OPTIONAL - self._signature.parameters.keys():
                 kwargs.pop(key, None)
         kwargs[PLAN] = plan
-        if training and self._keep_attention:
+        if running.training and self._keep_attention:
             kwargs[KEPT] = KeptAttention()
         if looked_at:
             witness = FirstForward(model, self._windows, kwargs.get("position_ids"))
             kwargs[WITNESS] = witness
-            self._running.watched = watched_by(witness)
-            self._running.watched.start()
+            running.watched = watched_by(witness)
+            running.watched.start()
 
-    def _training(self, kwargs: dict[str, Any], device: torch.device) -> tuple[Plan, Admitted, dict[str, Any]]:
-        admitted = None
+    def _admitted(self, kwargs: dict[str, Any]) -> Admitted | Exception:
         try:
             self._refuse(kwargs)
-            admitted = admit(
+            return admit(
                 kwargs,
                 self._contract,
                 self._limits,
@@ -221,31 +224,38 @@ class DecoderHooks:
                 digest=self._compared < _COMPARED,
                 say=self._say,
             )
-            given: MicroBatch | Exception = admitted.micro_batch
         except Exception as error:  # whatever it is, all ranks must know
-            given = error
+            return error
+
+    def _training(
+        self, kwargs: dict[str, Any], device: torch.device
+    ) -> tuple[_Forward, Plan, Admitted, dict[str, Any]]:
+        admitted = self._admitted(kwargs)
         self._compared += 1
-        plan = self._planner.request(given, device)
+        if isinstance(admitted, Exception):
+            self._planner.request(admitted, device)
+            raise admitted
+        plan = self._planner.request(admitted.micro_batch, device)
         arguments = admitted.arguments
-        self._running = _Forward(training=True, nothing=admitted.nothing)
+        running = self._running = _Forward(training=True, nothing=admitted.nothing)
         weighing = self._weight_loss and arguments.get("labels") is not None
         if weighing and arguments.get("num_items_in_batch") is None:
             if self._contract.weighting == "num_items_in_batch":
                 arguments["num_items_in_batch"] = plan.divisor
             elif self._contract.weighting == "mean":
-                self._running.weight = admitted.micro_batch.targets, plan.divisor
-        return plan, admitted, self._countable(arguments, admitted)
+                running.weight = admitted.micro_batch.targets, plan.divisor
+        return running, plan, admitted, self._countable(arguments, admitted)
 
     def _evaluation(
         self, kwargs: dict[str, Any], device: torch.device
-    ) -> tuple[Plan, Admitted, dict[str, Any]] | None:
+    ) -> tuple[_Forward, Plan, Admitted, dict[str, Any]] | None:
         cached = kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None
         if cached or kwargs.get("output_attentions") or not names_documents(kwargs):
             return None
         admitted = admit(kwargs, self._contract, self._limits, place=self._planner.place, count=False, say=self._say)
         plan = self._planner.plan_alone(admitted.micro_batch.layout)
-        self._running = _Forward(training=False, nothing=admitted.nothing)
-        return plan, admitted, self._countable(admitted.arguments, admitted)
+        running = self._running = _Forward(training=False, nothing=admitted.nothing)
+        return running, plan, admitted, self._countable(admitted.arguments, admitted)
 
     def _countable(self, arguments: dict[str, Any], admitted: Admitted) -> dict[str, Any]:
         """Where there is no real token a loss has no targets, and its mean over them would be no number."""

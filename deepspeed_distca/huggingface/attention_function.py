@@ -44,8 +44,13 @@ class Witness(Protocol):
     def attention_call(self, module: nn.Module, window: int | None, mask: torch.Tensor | None) -> bool:
         """An attention module asks for core attention; true if the mask only stands for the plan's own rule."""
 
-    def mask_rule(self, **arguments: Any) -> torch.Tensor:
+    def mask_rule(
+        self, mask_function: Any, q_length: int, kv_length: int, device: Any = None, **arguments: Any
+    ) -> torch.Tensor:
         """transformers would build a mask from these arguments; what the layers get in its place."""
+
+    def finish(self) -> None:
+        """After the forward. Raises UnsupportedModelError where it was not as it should be."""
 
 
 def distca_attention(

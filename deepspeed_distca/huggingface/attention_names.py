@@ -27,12 +27,14 @@ class AttentionNames:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._configs = list({id(m.config): m.config for m in modules}.values())
+        configs: dict[int, Any] = {id(m.config): m.config for m in modules}
+        self._configs = list(configs.values())
         for config in self._configs:
             if _is_ours(config):
                 set_attention_name(config, "sdpa")
-        self._own: list[str] | None = None  # while a forward has a plan: what the configurations name otherwise
-        self._recomputing: list[tuple[nn.Module, str]] = []
+        self._own: list[str | None] | None = None  # while a forward has a plan: what the configurations name otherwise
+        #: Modules that are recomputed, their configurations, and what these name otherwise.
+        self._recomputing: list[tuple[nn.Module, Any, str | None]] = []
         self._plans: weakref.WeakSet[object] = weakref.WeakSet()  # whose layers may still be recomputed
         self._waiting = 0  # for so many of them once removed
         self._handles = []
@@ -56,8 +58,8 @@ class AttentionNames:
     def restore(self) -> None:
         """Has them name what they named before, also where something that is no Exception left a module half-way."""
         while self._recomputing:
-            module, name = self._recomputing.pop()
-            set_attention_name(module.config, name)
+            _, config, name = self._recomputing.pop()
+            set_attention_name(config, name)
         for config, name in zip(self._configs, self._own or (), strict=False):
             set_attention_name(config, name)
         self._own = None
@@ -83,6 +85,7 @@ class AttentionNames:
             handle.remove()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        config: Any = module.config
         if PLAN not in kwargs:
             layout = kwargs.get("layout")
             if isinstance(layout, Layout) and layout.num_ranks > 1:
@@ -90,13 +93,14 @@ class AttentionNames:
                     f"{type(module).__name__} was given a layout of {layout.num_ranks} ranks, but no plan for it: "
                     "call the engine, or the model that was given to deepspeed.initialize, and no part of it alone"
                 )
-        elif not _is_ours(module.config):
-            self._recomputing.append((module, attention_name(module.config)))
-            set_attention_name(module.config, NAME)
+        elif not _is_ours(config):
+            self._recomputing.append((module, config, attention_name(config)))
+            set_attention_name(config, NAME)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._recomputing and self._recomputing[-1][0] is module:
-            set_attention_name(module.config, self._recomputing.pop()[1])
+            _, config, name = self._recomputing.pop()
+            set_attention_name(config, name)
 
 
 def _is_ours(config: Any) -> bool:

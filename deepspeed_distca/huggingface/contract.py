@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
-from deepspeed_distca.huggingface.probe import Fault, examine
+from deepspeed_distca.huggingface.probe import Fault, Targets, Weighting, examine
 from deepspeed_distca.huggingface.row_rope import longest_document, row_rules
 from deepspeed_distca.huggingface.tiny_forwards import TinyForwards
 
@@ -39,9 +38,9 @@ class Contract:
         longest_document: longer ones would change the rotary frequencies of others; None: no limit.
     """
 
-    targets: Literal["next", "same"] | None = "next"
+    targets: Targets | None = "next"
     takes_shift_labels: bool = True
-    weighting: Literal["num_items_in_batch", "mean"] | None = "num_items_in_batch"
+    weighting: Weighting | None = "num_items_in_batch"
     takes_positions: bool = True
     whole_rows: bool = False
     longest_document: int | None = None

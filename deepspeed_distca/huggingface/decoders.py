@@ -100,9 +100,10 @@ def attention_windows(modules: list[nn.Module]) -> list[int | None]:
 
 def _window(module: nn.Module) -> int | None:
     config: Any = module.config
+    window: Any
     if hasattr(module, "sliding_window"):
-        sliding = getattr(module, "is_sliding", True) is not False
-        return module.sliding_window if sliding else None
+        window = module.sliding_window
+        return window if getattr(module, "is_sliding", True) is not False else None
     window = getattr(config, "sliding_window", None)
     if not window or not _reads_window_from_config(module):
         return None

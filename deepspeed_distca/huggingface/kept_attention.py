@@ -49,14 +49,15 @@ class KeptAttention:
         # Selective checkpointing matches the operations of the two passes by counting them, and those of core
         # attention are in one pass only: it may see them in neither.
         with without_modes():
-            if self._always and module in self._kept:
-                kept = self._kept[module].result()
-                if kept is None:
+            first = self._kept.get(module) if self._always else None
+            if first is not None:
+                result = first.result()
+                if result is None:
                     raise RuntimeError(
                         f"{type(module).__name__} changed the result of core attention in place, and asks for it "
                         "again in recomputation; change a copy, or do without activation checkpointing"
                     )
-                return plan.attend(q, k, v, spec, kept)
+                return plan.attend(q, k, v, spec, result)
             if in_backward() and not self._always:
                 kept, self._kept[module] = self._kept.get(module), None
                 return plan.attend(q, k, v, spec, kept.result() if kept else None)

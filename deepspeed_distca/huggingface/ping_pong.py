@@ -72,7 +72,6 @@ class PingPong:
             p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values()
         )
 
-        @functools.wraps(self._forward)
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if model is self.base:
                 return self._run(args, kwargs)
@@ -81,8 +80,9 @@ class PingPong:
 
         # As a method it is bound to a copy when the model is copied.
         parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        forward.__signature__ = inspect.Signature([parameter, *self._signature.parameters.values()])
-        self.base.forward = types.MethodType(torch.compiler.disable(forward), self.base)
+        wrapped: Any = functools.wraps(self._forward)(forward)
+        wrapped.__signature__ = inspect.Signature([parameter, *self._signature.parameters.values()])
+        self.base.forward = types.MethodType(torch.compiler.disable(wrapped), self.base)
 
     def remove(self) -> None:
         """Gives the base model its own forward back."""
@@ -149,7 +149,7 @@ class PingPong:
             kwargs = {**kwargs, "position_ids": torch.arange(tokens, device=rows.device)[None]}
         halves: tuple[dict, dict] = ({}, {})
         for key, value in kwargs.items():
-            parts = value, value
+            parts: tuple[Any, ...] = value, value
             if torch.is_tensor(value) and value.ndim and tokens in value.shape:
                 parts = self._cut(key, value, batch, tokens, cut)
             for half, part in zip(halves, parts, strict=True):
@@ -170,7 +170,7 @@ class PingPong:
         return tuple(part if part.shape[1] else row[:, :1] for part in (row[:, :cut], row[:, cut:]))
 
 
-def _merge(outputs: tuple[Any, Any], rows: tuple[int, int], shape: tuple[int, int]) -> Any:
+def _merge(outputs: tuple[Any, Any], rows: tuple[int, ...], shape: tuple[int, int]) -> Any:
     """One output from those of both nano-batches, for a batch of the given shape."""
     first, second = outputs
     if torch.is_tensor(first):

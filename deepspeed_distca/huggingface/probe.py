@@ -23,6 +23,10 @@ _TF32 = 1e-3
 _IGNORED = -100
 
 
+Targets = Literal["next", "same"]
+Weighting = Literal["num_items_in_batch", "mean"]
+
+
 class Fault(Exception):
     """What was found wrong with a model; does not name it."""
 
@@ -31,9 +35,9 @@ class Fault(Exception):
 class Findings:
     """See ``contract.Contract``."""
 
-    targets: Literal["next", "same"] | None
+    targets: Targets | None
     takes_shift_labels: bool
-    weighting: Literal["num_items_in_batch", "mean"] | None
+    weighting: Weighting | None
     takes_positions: bool
     whole_rows: bool
 
@@ -110,10 +114,10 @@ class _Judge:
         others = self._draw(len(ids))
         for document in self._watched:
             others[document] = ids[document]
-        given = {"lengths": [*[row.size] * (self._batch - 1), *row.lengths], "batch": self._batch, "training": True}
-        first = self._forwards.run(ids, **given)
+        lengths = [*[row.size] * (self._batch - 1), *row.lengths]
+        first = self._forwards.run(ids, lengths, batch=self._batch, training=True)
         same = [Like(first, document, document) for document in self._watched]
-        second = self._forwards.run(others, like=same, **given)
+        second = self._forwards.run(others, lengths, batch=self._batch, training=True, like=same)
         # One of three documents may stand well by chance.
         error = float(np.median([_errors(second.rows(), like).max() for like in same]))
         if not error <= self._rounding:
@@ -154,7 +158,7 @@ class _Judge:
             error = max(error, _most(_errors(mine[:2], like, theirs[:2])))
         return self._forwards.takes("position_ids") and error <= self._rounding
 
-    def loss(self) -> tuple[Literal["next", "same"] | None, bool, Literal["num_items_in_batch", "mean"] | None]:
+    def loss(self) -> tuple[Targets | None, bool, Weighting | None]:
         """How the loss reads labels, shift_labels and num_items_in_batch; after :meth:`neighbours`.
 
         Seen from how much the loss changes with the label of one token, which other losses have no part in.
@@ -172,7 +176,7 @@ class _Judge:
                 "the loss of a document's targets changes with the other documents of its row (one target's by "
                 f"{here:.4g} in one row, by {beside:.4g} in another)"
             )
-        targets = "same" if abs(self._change(0)) > 0.01 * abs(here) else "next"
+        targets: Targets = "same" if abs(self._change(0)) > 0.01 * abs(here) else "next"
         shift = self._forwards.takes("shift_labels") and abs(self._change(place, shift=True)) > 0.01 * abs(here)
         if self._forwards.takes("num_items_in_batch") and _near(2 * self._change(place, items=2.0), here):
             return targets, shift, "num_items_in_batch"

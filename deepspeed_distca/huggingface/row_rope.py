@@ -123,23 +123,24 @@ class RowRope:
             handle.remove()
 
     def _after(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Any:
-        if self._lengths is None or module not in self._rules:
+        lengths = self._lengths
+        if lengths is None or module not in self._rules:
             return None  # no planned forward, or a copy that brought this hook along
         signature = inspect.signature(module.forward)
         given = dict(signature.bind(*args, **kwargs).arguments)
         rule = self._rules[module].get(given.get("layer_type"))
-        if rule is None or not (self._lengths > rule.limit).any():
+        if rule is None or not (lengths > rule.limit).any():
             return None  # no position goes beyond the limit, so the module has chosen right
         positions = given[_POSITIONS]
         beyond = positions.new_full((*positions.shape[:-1], 1), rule.limit)
         tokens = positions.shape[-1]
         longer = module.forward(**{**given, _POSITIONS: torch.cat([positions, beyond], -1)})
         longer = _map(longer, lambda t: t.narrow(rule.axis, 0, tokens))
-        if (self._lengths > rule.limit).all():
+        if (lengths > rule.limit).all():
             return longer
         # Positions of short documents are below the limit, those of others need only be something.
         shorter = module.forward(**{**given, _POSITIONS: positions.clamp(max=rule.limit - 1)})
-        which = self._which(rule.limit, positions.device)
+        which = self._which(lengths, rule.limit, positions.device)
         tensors = iter(_tensors(shorter))
 
         def choose(longer: torch.Tensor) -> torch.Tensor:
@@ -148,9 +149,9 @@ class RowRope:
 
         return _map(longer, choose)
 
-    def _which(self, limit: int, device: torch.device) -> torch.Tensor:
+    def _which(self, lengths: np.ndarray, limit: int, device: torch.device) -> torch.Tensor:
         if limit not in self._longer:
-            host = torch.from_numpy(self._lengths > limit)
+            host = torch.from_numpy(lengths > limit)
             if device.type == "cuda":
                 host = host.pin_memory()
             self._longer[limit] = host.to(device, non_blocking=True)
@@ -174,9 +175,9 @@ def _rule(model: nn.Module, name: str, module: nn.Module, layer_type: Any) -> Ro
         # is the same for every row.
         return None
     axes = {tuple(i for i, size in enumerate(t.shape) if size == 5) for t in near}
-    if len(axes) != 1 or len(axis := next(iter(axes))) != 1:
+    if len(axes) != 1 or len(of_positions := next(iter(axes))) != 1:
         return None
-    axis = axis[0]
+    (axis,) = of_positions
 
     def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         return all(torch.equal(a.narrow(axis, 0, 4), b.narrow(axis, 0, 4)) for a, b in zip(one, other, strict=True))
@@ -231,9 +232,8 @@ def _ask(module: nn.Module, layer_type: Any, positions: tuple[int, ...]) -> list
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     """What a module's forward takes, beside itself."""
-    parameters = dict(inspect.signature(type(module).forward).parameters)
-    parameters.pop(next(iter(parameters), None), None)
-    return parameters
+    parameters = inspect.signature(type(module).forward).parameters
+    return dict(list(parameters.items())[1:])
 
 
 def _layer_types(module: nn.Module) -> list[Any]:

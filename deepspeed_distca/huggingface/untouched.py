@@ -26,7 +26,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Activation checkpointing is off meanwhile, which needs gradients to be of any use.
     """
-    state = [(module, _Attributes(module)) for module in model.modules()]
+    state: list[tuple[Any, _Attributes]] = [(module, _Attributes(module)) for module in model.modules()]
     configs = {
         id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)
     }

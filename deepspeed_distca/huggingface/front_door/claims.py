@@ -120,9 +120,11 @@ def check_layout(layout: Any, count: int, rows: int, tokens: int, place: tuple[i
     if not isinstance(layout, Layout):
         raise LayoutError(f"layout must be a Layout, got {type(layout).__name__}")
     layout.validate()
-    if layout.num_ranks > 1 and place is None:
-        return
-    rank, ranks = place if layout.num_ranks > 1 else (0, 1)
+    rank, ranks = 0, 1
+    if layout.num_ranks > 1:
+        if place is None:
+            return
+        rank, ranks = place
     if layout.num_ranks != ranks:
         raise LayoutError(f"the layout has {layout.num_ranks} ranks, but {ranks} share attention")
     described = int(layout.tokens[rank])

@@ -140,5 +140,5 @@ def digest_of(ids: Any) -> int:
     """Of token ids on the host; 0 for any others."""
     if not torch.is_tensor(ids) or not on_host(ids) or ids.numel() < 2:
         return 0
-    raw = memoryview(ids.contiguous().view(-1).numpy()).cast("B")
+    raw = ids.contiguous().view(-1).numpy().data.cast("B")
     return (zlib.crc32(raw) << 31 | zlib.adler32(raw) >> 1) + 1

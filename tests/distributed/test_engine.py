@@ -151,7 +151,7 @@ def test_bad_input_on_one_rank_is_an_error_on_all() -> None:
 
 
 def test_a_rank_that_stops_is_an_error_within_the_time_limit() -> None:
-    stays, stops = run_ranks("tests.distributed.engine_worker:missing_rank", 2, seconds=5 * slowness())
+    stays, stops = run_ranks("tests.distributed.engine_worker:missing_rank", 2, quiet=120, seconds=5 * slowness())
     assert "same number of training micro-batches" in stays["error"] and stops["error"] == ""
 
 

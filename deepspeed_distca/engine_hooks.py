@@ -6,8 +6,9 @@ gets an attribute ``engine.distca``. Without the block, or with ``"enabled": fal
 Nothing is added to the model's modules or state: hooks only, which ``engine.distca.detach()`` removes. What it builds
 is in ``engine_runtime`` and ``pipeline.runtime``, and for both in ``building``.
 
-DeepSpeed is touched there and here, in ``monitor``, in the rest of ``pipeline`` and in ``huggingface.twice_called``; what
-is not public of it, of torch and of transformers goes through ``compat`` alone, which is asked for all of it first.
+DeepSpeed is touched there and here, in ``monitor``, in the rest of ``pipeline`` and in ``huggingface.twice_called``;
+what is not public of it, of torch and of transformers goes through ``compat`` alone, which is asked for all of it
+first.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from deepspeed_distca.config import (
     parse_config,
 )
 from deepspeed_distca.engine_runtime import PreparedDecoder, Runtime, heads_of, hooked
-from deepspeed_distca.pipeline.runtime import PipelineRuntime, PreparedPipeline
+from deepspeed_distca.pipeline.runtime import PipelineRuntime, PreparedPipeline, check_engine
 
 _ORIGINAL = "_distca_original"
 #: Seconds that a rank without a block waits for the others, which may have one.
@@ -112,9 +113,9 @@ def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -
         error = raised
         hello = Hello("on", error=f"{type(raised).__name__}: {raised}")
     meeting = _meet(hello, seconds, error)
-    if attached is not None or options is None:
+    if options is None or prepared is None:
         return engine
-    if isinstance(engine, PipelineEngine):
+    if isinstance(prepared, PreparedPipeline):
         engine.distca = PipelineRuntime(engine, options, prepared, meeting)
     else:
         earlier = hooked(prepared.decoder)
@@ -138,8 +139,8 @@ def _prepare(engine: DeepSpeedEngine, options: DistCAConfig) -> PreparedDecoder 
             f'`{BLOCK}.overlap` "ping_pong" cannot be combined with pipeline stages, whose layers are not one '
             'forward; allowed: "none", "local_first"'
         )
-    module = engine.module
-    heads = heads_of(module.config, next(module.parameters()).dtype) if hasattr(module, "config") else None
+    check_engine(engine)
+    heads = heads_of(engine.module.config, next(engine.module.parameters()).dtype)
     return PipelineRuntime.prepare(engine, options, heads)
 
 

@@ -304,4 +304,5 @@ def _segment_values(segment: Any, where: str) -> tuple[int, int, int]:
         values = ()
     if len(values) != 3 or any(isinstance(v, bool) or not isinstance(v, int | np.integer) for v in values):
         raise LayoutError(f"{where}: expected integers (document, start, length), got {shown(segment)}")
-    return values  # type: ignore[return-value]
+    document, start, length = values
+    return document, start, length

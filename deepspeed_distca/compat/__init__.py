@@ -64,7 +64,8 @@ def private(*names: str, need: Need = "engine") -> Callable[[F], F]:
     """Notes on a function which names it is made of: see :class:`Private`."""
 
     def note(function: F) -> F:
-        function.private = Private(names, need)  # type: ignore[attr-defined]
+        noted: Any = function
+        noted.private = Private(names, need)
         return function
 
     return note
@@ -100,7 +101,8 @@ def _is_there(name: str) -> bool:
     if text:
         try:
             spec = find_spec(module)
-            return spec is not None and text in (spec.loader.get_source(module) or text)
+            loader: Any = spec and spec.loader  # those of files know the source
+            return spec is not None and text in (loader.get_source(module) or text)
         except ImportError:
             return False
     path = name.split(".")

@@ -162,7 +162,7 @@ class DecoderHooks:
         """Gives the model a configuration object of its own, so that another one built from the very same object (a
         teacher) has its own attention even inside this one's forward. Models of several parts have theirs already.
         """
-        shared = self._model.config
+        shared: Any = self._model.config
         if shared.sub_configs or any(m.config is not shared for m in self._modules):
             return
         own = copy.copy(shared)

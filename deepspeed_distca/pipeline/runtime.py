@@ -106,13 +106,13 @@ class PipelineRuntime:
         """All that this rank can find out about its engine alone, before it meets the others.
 
         Args:
+            engine: that came through :func:`check_engine`.
             heads: of the model's attention.
 
         Raises:
             DistCAConfigError: options or an engine that do not go together with the pipeline.
             UnsupportedModelError: a model whose attention cannot be planned exactly.
         """
-        _check_engine(engine)
         module: DecoderPipeline = engine.module
         check_attention(module.config)
         if config.advanced.server_weights is not None:
@@ -410,7 +410,12 @@ class _Topology:
         return np.array([[self.rank(s, start + d) for d in range(self.replicas)] for s in stages])
 
 
-def _check_engine(engine: PipelineEngine) -> None:
+def check_engine(engine: PipelineEngine) -> None:
+    """What can be told before the model's attention is known.
+
+    Raises:
+        DistCAConfigError: an engine whose pipeline is none that the plugin knows.
+    """
     if not isinstance(engine.module, DecoderPipeline):
         raise DistCAConfigError(
             f"the `{BLOCK}` block works with a pipeline of a HuggingFace decoder; build the module with "

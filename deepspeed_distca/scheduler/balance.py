@@ -107,17 +107,7 @@ def balance(
         return Tasks(task_rows(pieces, window), before, before)
 
     cuts, documents = Cuts(terms, window, granularity), number_documents(pieces)
-    common = dict(
-        pieces=pieces,
-        costs=costs,
-        documents=documents,
-        shares=shares,
-        cuts=cuts,
-        window=window,
-        shard=shard,
-        row_costs=_row_costs(heads or cost.heads, phase, cost.bytes_per_second),
-        max_received_rows=max_received_rows,
-    )
+    row_costs = _row_costs(heads or cost.heads, phase, cost.bytes_per_second)
     received = _received_at_home(pieces, num_ranks, window) if max_received_rows else [0] * num_ranks
 
     def tasks_of(ranges: np.ndarray) -> Tasks:
@@ -127,7 +117,20 @@ def balance(
         return Tasks(rows, _sum_by(rows[:, SERVER], costs, num_ranks), before)
 
     def attempt(assumed_total: int) -> Tasks:
-        moves = Moves(loads=loads.copy(), received_rows=received.copy(), assumed_total=assumed_total, **common)
+        moves = Moves(
+            pieces=pieces,
+            costs=costs,
+            documents=documents,
+            loads=loads.copy(),
+            shares=shares,
+            cuts=cuts,
+            window=window,
+            shard=shard,
+            row_costs=row_costs,
+            max_received_rows=max_received_rows,
+            received_rows=received.copy(),
+            assumed_total=assumed_total,
+        )
         return tasks_of(moves.run())
 
     best = attempt(0)
@@ -200,10 +203,10 @@ def _check_total(costs: np.ndarray) -> None:
 def _row_costs(heads: Heads, phase: Phase, bytes_per_second: int) -> tuple[int, int]:
     """Transfer time of a moved query row and a key/value row, out and back, in the unit of loads."""
     if phase == "forward":
-        size = heads.q_bytes + heads.return_bytes, heads.kv_bytes
+        query, key_value = heads.q_bytes + heads.return_bytes, heads.kv_bytes
     else:
-        size = 2 * heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes, 2 * heads.kv_bytes
-    return tuple(n * UNITS_PER_SECOND // bytes_per_second for n in size)
+        query, key_value = 2 * heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes, 2 * heads.kv_bytes
+    return query * UNITS_PER_SECOND // bytes_per_second, key_value * UNITS_PER_SECOND // bytes_per_second
 
 
 def _received_at_home(pieces: np.ndarray, num_ranks: int, window: int | None) -> list[int]:

@@ -40,10 +40,7 @@ def pairs(q_start: Any, q_end: Any, window: int | None = None) -> Any:
 def _pairs_below(x: Any, window: int | None) -> Any:
     if window is None:
         return x * (x + 1) // 2
-    if isinstance(x, np.ndarray):
-        full = np.minimum(x, window)
-    else:
-        full = min(x, window)
+    full: Any = np.minimum(x, window) if isinstance(x, np.ndarray) else min(x, window)
     return full * (full + 1) // 2 + (x - full) * window
 
 
@@ -262,8 +259,9 @@ class CostModel:
         """
         if len(terms) != 15:
             raise ValueError(f"cost model: expected 15 terms, got {len(terms)}")
+        forward, backward, (launch, rate, latency) = PhaseCost(*terms[:4]), PhaseCost(*terms[4:8]), terms[8:11]
         moving = MovingCost(*terms[11:13]), MovingCost(*terms[13:])
-        return cls(heads, PhaseCost(*terms[:4]), PhaseCost(*terms[4:8]), *terms[8:11], *moving)
+        return cls(heads, forward, backward, launch, rate, latency, *moving)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -277,12 +275,13 @@ class CostModel:
         Raises:
             ValueError: unknown or missing keys, or values out of range.
         """
-        phases, moving = dict.fromkeys(PHASES, PhaseCost), dict.fromkeys(_MOVING, MovingCost)
+        kinds: list[tuple[str, Any]] = [(name, PhaseCost) for name in PHASES]
+        kinds += [(name, MovingCost) for name in _MOVING]
         known = set(cls.__dataclass_fields__)
-        if not isinstance(values, Mapping) or not known - set(moving) <= set(values) <= known:
+        if not isinstance(values, Mapping) or not known - set(_MOVING) <= set(values) <= known:
             raise ValueError(f"cost model: expected a mapping with the keys {sorted(known)}, got {shown(values)}")
         terms = {**values, "heads": Heads.from_dict(values["heads"])}
-        for name, kind in {**phases, **moving}.items():
+        for name, kind in kinds:
             if name not in values:
                 continue
             given, keys = values[name], list(kind.__dataclass_fields__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed_distca.given import integer, shown
 
@@ -96,7 +97,7 @@ class Heads:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, int | None]) -> Heads:
+    def from_dict(cls, values: Mapping[str, Any]) -> Heads:
         """From a mapping with query, key_value and head_dim, and if wanted value_dim and element_size.
 
         Raises:
@@ -111,4 +112,4 @@ class Heads:
         for key in needed:
             if key not in values:
                 raise ValueError(f"heads: {key!r} is missing; needed: {', '.join(needed)}")
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from functools import partial
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -126,8 +127,8 @@ class Moves:
         changed = np.zeros(len(ids), dtype=bool)
         changed[list(moved)] = True
         kept = ~(self._is_own & changed[documents])
-        ranges = [(d, start, end, rank) for rank, own in self._own.items() for _, d, start, end in own if d in moved]
-        ranges = np.array(ranges + self._moved, dtype=np.int64).reshape(-1, 4)
+        stayed = [(d, start, end, rank) for rank, own in self._own.items() for _, d, start, end in own if d in moved]
+        ranges = np.array(stayed + self._moved, dtype=np.int64).reshape(-1, 4)
         ranges[:, 0] = ids[ranges[:, 0]]
         return np.concatenate([self._pieces[kept], ranges])
 
@@ -149,6 +150,10 @@ class Moves:
         """By how much a server's load exceeds its limit; negative: its room."""
         over = self._loads[server] - self._limits[server]
         return over + self._wanted_room.get(server, 0) if self._wanted_room else over
+
+    def _relative_with(self, cost: int, server: int) -> int:
+        """See :meth:`Shares.relative`, with so much more."""
+        return self._shares.relative(server, self._loads[server] + cost)
 
     # -- filling rooms ------------------------------------------------------------------------------------------
 
@@ -462,7 +467,7 @@ class Moves:
                 # A fast server may end up less loaded than an emptier slow one: the load with the shard counts.
                 shards = [(start, lowest), (highest, end)] if lowest <= highest else [(start, end)]
                 sizes = [self._cuts.cost(a, b) for a, b in shards]
-                takers = [min(everyone, key=lambda s, c=c: relative(s, loads[s] + c)) for c in sizes if everyone]
+                takers = [min(everyone, key=partial(self._relative_with, size)) for size in sizes if everyone]
             for server in dict.fromkeys([*takers, *holders]):
                 below, above = self._savings(server, piece)
                 if lowest <= highest:

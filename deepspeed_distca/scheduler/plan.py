@@ -50,7 +50,7 @@ class TaskRanges:
     def __len__(self) -> int:
         return len(self.q_start)
 
-    def take(self, index: np.ndarray) -> TaskRanges:
+    def take(self, index: np.ndarray | slice) -> TaskRanges:
         """The tasks at an index or under a mask."""
         return TaskRanges(self.q_start[index], self.q_len[index], self.k_start[index], self.k_len[index])
 
@@ -99,7 +99,8 @@ class RankPlan:
     @property
     def received_rows(self) -> tuple[int, int]:
         """Query and key/value rows that come from other ranks."""
-        return tuple(int(runs[runs[:, PEER] != self.rank, ROWS].sum()) for runs in (self.q_in, self.kv_in))
+        q, kv = (int(runs[runs[:, PEER] != self.rank, ROWS].sum()) for runs in (self.q_in, self.kv_in))
+        return q, kv
 
 
 class PlanCompiler:

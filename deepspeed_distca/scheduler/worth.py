@@ -15,7 +15,7 @@ import numpy as np
 
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
-from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel
+from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel, Phase
 from deepspeed_distca.scheduler.plan import FEWEST_MESSAGES, PlanCompiler
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks
@@ -50,7 +50,7 @@ class Worth:
     Args:
         layout: where the tokens live.
         window: of the layers.
-        phase: "forward" or "backward".
+        phase: which one.
         cost: predicts the seconds of tasks and transfers, and of moving rows at all.
         options: how to plan.
         early: whether results leave as soon as they are there; otherwise once either end has done all its tasks.
@@ -63,15 +63,15 @@ class Worth:
     """
 
     def __init__(
-        self, layout: Layout, window: int | None, phase: str, cost: CostModel, options: PlanOptions, *, early: bool
+        self, layout: Layout, window: int | None, phase: Phase, cost: CostModel, options: PlanOptions, *, early: bool
     ) -> None:
         self._layout, self._window, self._phase = layout, window, phase
         self._cost, self._options, self._early = cost, options, early
         rows, loads = home_tasks(layout, window), np.zeros(layout.num_ranks, dtype=np.int64)
         np.add.at(loads, rows[:, SERVER], self._task_cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START]))
         self.home = Tasks(rows, loads, loads)
-        speeds, flops = options.server_weights, layout.tokens * LINEAR_WORK[phase]
-        flops = [options.linear_flops * tokens for tokens in flops.tolist()]
+        speeds, passes = options.server_weights, layout.tokens * LINEAR_WORK[phase]
+        flops = [options.linear_flops * tokens for tokens in passes.tolist()]
         # With speeds linear work of known size and attention are to end together, and the phase begins with the
         # former. Without, servers are taken to begin attention together.
         self.weights = speeds

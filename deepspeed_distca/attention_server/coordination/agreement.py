@@ -228,13 +228,17 @@ def fingerprint(*values: object) -> int:
     return int.from_bytes(state.digest(), "little") >> 1
 
 
-def agreement_group(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """The CPU group over which this rank's group agrees; None for a single process. Collective over all ranks."""
-    if not dist.is_initialized():
-        return None
+def agreement_group(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """The CPU group over which this rank's group agrees. Collective over all ranks.
+
+    Raises:
+        ValueError: this rank is in none of the groups.
+    """
     mine = None
     for members in ranks:
         group = dist.new_group(members, backend="gloo", timeout=timeout)
         if dist.get_rank() in members:
             mine = group
+    if mine is None:
+        raise ValueError(f"rank {dist.get_rank()} is in none of the groups {ranks}")
     return mine

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,8 +35,10 @@ def default_store() -> dist.Store:
     Raises:
         StoreError: torch no longer has that name, or the process group was made without a store.
     """
-    if dist.group.WORLD in _CONNECTIONS:
-        return _CONNECTIONS[dist.group.WORLD]
+    world: Any = dist.group.WORLD
+    if world in _CONNECTIONS:
+        return _CONNECTIONS[world]
+    store: Any  # torch's annotations leave clone() out
     try:
         store = compat.default_store()
     except (AttributeError, ValueError, KeyError) as error:
@@ -47,7 +50,7 @@ def default_store() -> dist.Store:
         raise StoreError("the default process group has no store; initialize torch.distributed with gloo or nccl")
     with suppress(AttributeError, RuntimeError, NotImplementedError):
         store = store.clone()
-    _CONNECTIONS[dist.group.WORLD] = store
+    _CONNECTIONS[world] = store
     return store
 
 

@@ -53,6 +53,7 @@ setup(
             "datasets",
             "hypothesis",
             "matplotlib",
+            "mypy>=2.4",
             "peft",
             "psutil",
             "pytest>=8",

@@ -32,7 +32,7 @@ from deepspeed_distca.layout import DOCUMENT, LENGTH, Layout
 from deepspeed_distca.plan_options import linear_flops
 from deepspeed_distca.scheduler import CostModel
 from deepspeed_distca.scheduler.cost_model import PHASES
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.worth import PlanOptions, Worth
 
 MODEL = SimpleNamespace(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
@@ -78,7 +78,7 @@ def planned(layout: Layout, cost: CostModel) -> np.ndarray:
     found = np.zeros(5)
     for phase in PHASES:
         worth = Worth(layout, None, phase, cost, OPTIONS, early=True)
-        tasks, compiler = worth.spread(PlanCompiler(layout, worth.home.rows))
+        tasks, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
         flow = sum(compiler.bytes_between(cost.heads, phase)) / 2**20
         loads = (tasks.loads_before, tasks.loads)
         seconds = worth.whole - worth.before + worth.seconds(compiler)

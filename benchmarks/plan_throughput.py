@@ -25,7 +25,7 @@ from steps.servers import Report, ServerCalls, Setting, add_arguments, batches_o
 
 from deepspeed_distca.attention_server.kernels import KernelError
 from deepspeed_distca.attention_server.phase_planner import PhasePlanner
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.task_batch import TaskBatch
 from deepspeed_distca.scheduler.cost_model import PHASES
 
@@ -82,7 +82,7 @@ class Bench:
     def __init__(self, where: Setting) -> None:
         self._cost, self._calls = where.cost, ServerCalls(where)
 
-    def measure(self, plan: ServerPlan, phase: str, repeats: int) -> tuple[Timed, Timed, Timed | None]:
+    def measure(self, plan: RankPlan, phase: str, repeats: int) -> tuple[Timed, Timed, Timed | None]:
         """The batch in the workspace, whole documents of its area, and the batch at home if there is one."""
         batches = [plan.remote, whole_documents(plan.remote), *([plan.local] if len(plan.local) else [])]
         calls = [self._calls.in_workspace(plan, phase), *(self._calls.in_place(tasks, phase) for tasks in batches[1:])]
@@ -116,7 +116,7 @@ def _nearest(area: int) -> int:
     return min(low, low + 1, key=lambda n: abs(n * (n + 1) // 2 - int(area)))
 
 
-def largest(plans: Sequence[ServerPlan], count: int) -> list[tuple[int, int]]:
+def largest(plans: Sequence[RankPlan], count: int) -> list[tuple[int, int]]:
     """(server, how many have equal tasks) of the servers with the largest area in their workspace."""
     alike: dict[tuple, list[int]] = {}
     for server in sorted(range(len(plans)), key=lambda s: -plans[s].remote.area):

@@ -28,7 +28,7 @@ from workloads.sampling import layouts
 
 from deepspeed_distca.layout import LENGTH, START, Layout
 from deepspeed_distca.scheduler import CostModel, Heads, balance
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.traffic import traffic
 
 TOKENS, BATCHES, TOLERANCE, GRANULARITY = 65536, 10, 0.02, 128
@@ -94,7 +94,7 @@ def measure(layout: Layout, repeats: int) -> Result:
         start = time.perf_counter()
         tasks = balance(layout, cost, tolerance=TOLERANCE, granularity=GRANULARITY)
         balanced = time.perf_counter()
-        PlanCompiler(layout, tasks.rows).rank(0)
+        RouteCompiler(layout, tasks.rows).rank(0)
         times.append((balanced - start, time.perf_counter() - balanced))
     moved = traffic(layout, tasks).dispatch_bytes(HEADS)
     longest = int((layout.segments[:, START] + layout.segments[:, LENGTH]).max())

@@ -29,7 +29,7 @@ from deepspeed_distca.attention_server.phase_planner import PhasePlanner
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import CostModel, Heads, balance
 from deepspeed_distca.scheduler.cost_model import PHASES
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.worth import PlanOptions
 
 TOLERANCE, MIN_GAIN = 0.005, 0.02
@@ -81,7 +81,7 @@ def measure(case: Case, seed: int, repeats: int) -> dict[str, float]:
             tasks.append(balance(layout, COST, phase=phase, tolerance=TOLERANCE))
             at.append(time.process_time())
         for planned in tasks:
-            PlanCompiler(layout, planned.rows).rank(0)
+            RouteCompiler(layout, planned.rows).rank(0)
         at.append(time.process_time())
         times.append(np.diff(at) * 1e3)
         start = time.process_time()

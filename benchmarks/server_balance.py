@@ -26,10 +26,10 @@ from steps.batches import Batch
 from steps.servers import Report, ServerCalls, Setting, add_arguments, batches_of, setting, table
 
 from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlannedPhase
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import PHASES
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
 
 NOTES = """\
@@ -65,8 +65,8 @@ class Servers:
     def measure(self, layout: Layout, planned: PlannedPhase, repeats: int) -> Phase:
         """All servers in turn, so that none of them has the cool card for itself."""
         homes, plans = (
-            [ServerPlan(compiler.rank(server)) for server in range(layout.num_ranks)]
-            for compiler in (PlanCompiler(layout, home_tasks(layout)), PlanCompiler(layout, planned.tasks.rows))
+            [RankPlan(compiler.rank(server)) for server in range(layout.num_ranks)]
+            for compiler in (RouteCompiler(layout, home_tasks(layout)), RouteCompiler(layout, planned.tasks.rows))
         )
         turns = []
         for _ in range(repeats + 1):
@@ -77,7 +77,7 @@ class Servers:
         loads = planned.tasks.loads_before.tolist(), planned.tasks.loads.tolist()
         return Phase(ms[:, 0].tolist(), ms[:, 1].tolist(), *loads, planned.sent.tolist())
 
-    def _start(self, plan: ServerPlan, phase: str) -> list[Callable[[], float]]:
+    def _start(self, plan: RankPlan, phase: str) -> list[Callable[[], float]]:
         """Its tasks in place and those in its workspace; what is returned waits and says the seconds of each."""
         started = []
         if len(plan.local):

@@ -25,8 +25,8 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.plan_options import linear_flops
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.profiles import Profile, Setting, choose
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.worth import PlanOptions, Worth
 
 H200 = Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16")
@@ -55,9 +55,9 @@ def row(model: SimpleNamespace, tokens: int, given: CostModel | None) -> tuple[s
         worth = Worth(layout, None, phase, cost, options, early=True)
         # What balance would do at any price.
         freely = Worth(layout, None, phase, cost, replace(options, min_gain=0.0), early=True)
-        _, spread = freely.spread(PlanCompiler(layout, worth.home.rows))
+        _, spread = freely.spread(RouteCompiler(layout, worth.home.rows))
         saves, costs = worth.before - worth.seconds(spread), worth.price(int(spread.messages(phase).max()))
-        moves = worth.spread(PlanCompiler(layout, worth.home.rows))[1].moves_rows
+        moves = worth.spread(RouteCompiler(layout, worth.home.rows))[1].moves_rows
         cells += [f"{saves * 1e3:.2f}", f"{costs * 1e3:.2f}", "yes" if moves else "no"]
         left, whole = left + moves * (saves - costs), whole + worth.whole
     return str(model.hidden_size), f"{tokens:,}", *cells, f"{left / whole:.1%}"

@@ -20,8 +20,8 @@ from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients,
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
 from deepspeed_distca.attention_server.parts import Parts
 from deepspeed_distca.attention_server.phase_planner import PlanOptions
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.row_dots import row_dots
-from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.steps import WorkspaceGradients, serve_backward
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 from deepspeed_distca.config import DistCAConfig
@@ -101,7 +101,7 @@ class ServerCalls:
         # The one that cost models are measured by.
         self.stopwatch = Stopwatch(where.device, where.dtype)
 
-    def in_workspace(self, plan: ServerPlan, phase: str) -> Callable[[], object]:
+    def in_workspace(self, plan: RankPlan, phase: str) -> Callable[[], object]:
         """All tasks in its workspace: one kernel call forward, and what sums gradients around those backward."""
         q, k, v, dout, out, lse = self._rows(plan.remote)
         if phase == "forward":

@@ -16,12 +16,12 @@ from transformers import AttentionInterface
 
 from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.kernels import select_kernel
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.statistics import DeviceTimer, TimedKernel
 from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
 from steps.batches import Batch, evened, placed
 
@@ -73,7 +73,7 @@ class PlainAttention:
 
     def _set(self, lengths: Sequence[int]) -> None:
         layout = Layout.from_lengths([lengths])
-        part = ServerPlan(PlanCompiler(layout, home_tasks(layout)).rank(0))
+        part = RankPlan(RouteCompiler(layout, home_tasks(layout)).rank(0))
         self.plan = LayerPlan.whole(part, part)
 
     def _attend(self, query, key, value, scaling):

@@ -17,10 +17,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.task_batch import TaskBatch
 from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout
-from deepspeed_distca.scheduler.plan import HOME_ROW, PEER, ROWS, WORK_ROW, RankPlan, TaskRanges
+from deepspeed_distca.scheduler.routes import HOME_ROW, PEER, ROWS, WORK_ROW, Routes, TaskRanges
 
 #: A row is cut at a document's border if there is one this near its middle, as a share of the row. A cut inside a
 #: document costs the second half's tasks the first half's keys once more in backward; unequal halves hide less.
@@ -83,7 +83,7 @@ class Part:
 
     Attributes:
         first, rows: its home rows are [first, first + rows) of the rank's.
-        server: tasks in the workspace whose queries are of this part (``remote``, ``waves``), and its rows' runs,
+        plan: tasks in the workspace whose queries are of this part (``remote``, ``waves``), and its rows' runs,
             counted from ``first`` at home. The workspace is that of the whole plan.
         local: tasks in place, queries counted from ``first`` and keys from ``k_first``. In backward without those of
             ``shared``.
@@ -95,7 +95,7 @@ class Part:
 
     first: int
     rows: int
-    server: ServerPlan
+    plan: RankPlan
     local: TaskBatch
     k_first: int = 0
     shared: TaskBatch | None = None
@@ -118,10 +118,10 @@ class Parts:
     late_keys: bool = False
 
     @classmethod
-    def whole(cls, server: ServerPlan) -> Parts:
+    def whole(cls, plan: RankPlan) -> Parts:
         """All rows in one part."""
-        rows = server.plan.home_rows
-        return cls((Part(0, rows, server, server.local),), rows)
+        rows = plan.routes.home_rows
+        return cls((Part(0, rows, plan, plan.local),), rows)
 
     @property
     def divided(self) -> bool:
@@ -147,7 +147,7 @@ class Parts:
     @cached_property
     def sums(self) -> WorkspaceSums:
         """Backward: how dk and dv of the workspace come about."""
-        return WorkspaceSums.of([part.server.waves for part in self.parts])
+        return WorkspaceSums.of([part.plan.waves for part in self.parts])
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class WorkspaceSums:
         return cls(fresh, gaps, int(tasks_of.max(initial=0)))
 
 
-def two_parts(plan: RankPlan, cuts: np.ndarray, window: int | None, *, backward: bool, late_keys: bool) -> Parts:
+def two_parts(plan: Routes, cuts: np.ndarray, window: int | None, *, backward: bool, late_keys: bool) -> Parts:
     """Divides what a rank does in one phase between two nano-batches.
 
     Args:
@@ -219,8 +219,8 @@ def two_parts(plan: RankPlan, cuts: np.ndarray, window: int | None, *, backward:
         k_first = int(local.k_start[mine].min(initial=first))
         tasks = remote.take(nano_remote == nano)
         rows = end - first
-        server = ServerPlan(
-            RankPlan(
+        divided = RankPlan(
+            Routes(
                 rank=plan.rank,
                 home_rows=rows,
                 local=local.take(slice(0, 0)),
@@ -233,7 +233,7 @@ def two_parts(plan: RankPlan, cuts: np.ndarray, window: int | None, *, backward:
         )
         apart, shared = (_batch(local.take(mine & which), first, k_first, end) for which in (~clash, clash))
         needs_other = bool(reads[nano_remote == nano].any())
-        parts.append(Part(first, rows, server, apart, k_first, shared, needs_other))
+        parts.append(Part(first, rows, divided, apart, k_first, shared, needs_other))
     return Parts(tuple(parts), plan.home_rows, late_keys)
 
 
@@ -243,7 +243,7 @@ def _batch(tasks: TaskRanges, first: int, k_first: int, end: int) -> TaskBatch:
     )
 
 
-def _divide_runs(plan: RankPlan, cuts: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def _divide_runs(plan: Routes, cuts: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The runs of either nano-batch in the plan's order, by their names there, with home rows counted from its first.
     Both sides of a run cut it alike, so they go on listing what passes between them in the same order."""
     parts: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import CostModel, Phase
 from deepspeed_distca.scheduler.digest import digest
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import Tasks
 from deepspeed_distca.scheduler.worth import PlanOptions, Worth
 
@@ -36,7 +36,7 @@ class PlannedPhase:
     window: int | None
     layers: int
     tasks: Tasks
-    part: ServerPlan
+    part: RankPlan
     sent: np.ndarray
     largest: np.ndarray
     digest: int
@@ -49,8 +49,8 @@ class _Home:
 
     layout: Layout
     window: int | None
-    compiler: PlanCompiler
-    part: ServerPlan | None = None
+    compiler: RouteCompiler
+    part: RankPlan | None = None
 
 
 class PhasePlanner:
@@ -72,13 +72,13 @@ class PhasePlanner:
         worth = Worth(layout, window, phase, self._cost, self._options, early=self._early)
         # Everything at home is the same in either phase.
         if self._home is None or self._home.layout is not layout or self._home.window != window:
-            self._home = _Home(layout, window, PlanCompiler(layout, worth.home.rows))
+            self._home = _Home(layout, window, RouteCompiler(layout, worth.home.rows))
         home = self._home
         tasks, compiler = worth.spread(home.compiler)
         if compiler is not home.compiler:
-            part = ServerPlan(compiler.rank(self._server))
+            part = RankPlan(compiler.rank(self._server))
         else:
-            part = home.part = home.part or ServerPlan(compiler.rank(self._server))
+            part = home.part = home.part or RankPlan(compiler.rank(self._server))
         out, back = compiler.bytes_between(self._cost.heads, phase)
         return PlannedPhase(
             phase,

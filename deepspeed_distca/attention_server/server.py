@@ -22,7 +22,7 @@ from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
 from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
 from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlannedPhase, PlanOptions
 from deepspeed_distca.attention_server.plan_request import PlanRequest
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.statistics import DeviceTimer, StepStatistics, TimedExchange, TimedKernel
 from deepspeed_distca.attention_server.step_plan import StepPlan
@@ -30,7 +30,7 @@ from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, Phase
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
 
 #: Which micro-batches are divided into two nano-batches (see ``overlap``): none, those in which rows move, or all.
@@ -150,7 +150,7 @@ class AttentionServer:
 
     def plan_tick(
         self, phase: Phase, kinds: Sequence[tuple[Layout, int | None, int]], *, note: bool, micro_batches: int = 0
-    ) -> list[ServerPlan]:
+    ) -> list[RankPlan]:
         """This rank's parts of one phase alone, for layers that differ in layout or window. Collective if plans are
         checked. With pipeline stages the ranks of a layout are those that are in the phase at the same time.
 
@@ -166,7 +166,7 @@ class AttentionServer:
             self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches)
         return [p.part for p in planned]
 
-    def step_plan(self, window: int | None, forward: ServerPlan, backward: ServerPlan | None) -> StepPlan:
+    def step_plan(self, window: int | None, forward: RankPlan, backward: RankPlan | None) -> StepPlan:
         """What layers of one window follow, as :meth:`plan_tick` gave their parts."""
         plan = LayerPlan.whole(forward, backward, self._exchange, self._side, self._watch)
         return StepPlan({window: plan}, self._kernel)
@@ -184,19 +184,19 @@ class AttentionServer:
             )
         plans = {}
         for window in self._layers:
-            part = ServerPlan(PlanCompiler(layout, home_tasks(layout, window)).rank(0))
+            part = RankPlan(RouteCompiler(layout, home_tasks(layout, window)).rank(0))
             plans[window] = LayerPlan.whole(part, part)
         # Not timed: outside the optimizer steps, whose statistics stay as they are.
         return StepPlan(plans, self._untimed)
 
-    def _halves(self, layout: Layout, parts: dict[int | None, list[ServerPlan]], exchange: Exchange) -> StepPlan:
+    def _halves(self, layout: Layout, parts: dict[int | None, list[RankPlan]], exchange: Exchange) -> StepPlan:
         """The same plans, divided in time; nobody has to agree on it, since it follows from the layout."""
         cuts = row_cuts(layout, self._granularity)
         late = has_crossing(layout, cuts)
         plans = {
             window: LayerPlan(
-                two_parts(forward.plan, cuts, window, backward=False, late_keys=late),
-                two_parts(backward.plan, cuts, window, backward=True, late_keys=late),
+                two_parts(forward.routes, cuts, window, backward=False, late_keys=late),
+                two_parts(backward.routes, cuts, window, backward=True, late_keys=late),
                 exchange,
                 None,
                 self._watch,

@@ -26,8 +26,8 @@ from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, 
 from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel
 from deepspeed_distca.attention_server.kernels.api import new_outputs
 from deepspeed_distca.attention_server.parts import Part, Parts
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.row_dots import row_dots
-from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 from deepspeed_distca.attention_server.transfers import (
@@ -65,8 +65,8 @@ class LayerPlan:
     @classmethod
     def whole(
         cls,
-        forward: ServerPlan,
-        backward: ServerPlan | None,
+        forward: RankPlan,
+        backward: RankPlan | None,
         exchange: Exchange | None = None,
         side: SideStream | None = None,
         watch: Watch | None = None,
@@ -91,9 +91,9 @@ class _Steps:
     def _make_work(self, queries: list[torch.Tensor], keys: list[torch.Tensor]) -> None:
         """A workspace for rows like these. With two parts it starts from zero: rows of the other one may be on their
         way while a tile that reaches into them is loaded, and what a kernel loads must be finite."""
-        plan = self._phase.parts[0].server.plan
+        routes = self._phase.parts[0].plan.routes
         new = torch.Tensor.new_zeros if self._phase.divided else torch.Tensor.new_empty
-        for rows, tensors in ((plan.work_q_rows, queries), (plan.work_kv_rows, keys)):
+        for rows, tensors in ((routes.work_q_rows, queries), (routes.work_kv_rows, keys)):
             self._work += [new(t, (rows, *t.shape[1:])) for t in tensors]
 
     def _arrived(self, i: int) -> None:
@@ -106,7 +106,7 @@ class _Steps:
         """Tasks in place and tasks in the workspace, beside each other where there are both a side stream and the
         latter. A rank without any in its workspace only waits for its results, behind its own tasks: NCCL's receive
         would hold multiprocessors until they come."""
-        if self._side is not None and len(self._phase.parts[i].server.remote):
+        if self._side is not None and len(self._phase.parts[i].plan.remote):
             return self._side.run(at_home, away, device)
         if self._waits_first:
             self._arrived(i)
@@ -140,7 +140,7 @@ class ForwardSteps(_Steps):
         Args:
             q: [rows, q_heads, head_dim]; k: [rows, kv_heads, head_dim]; v: [rows, kv_heads, v_head_dim]; contiguous.
         """
-        p = self._phase.parts[i].server
+        p = self._phase.parts[i].plan
         self._q[i], self._keys[i] = q, (k, v)
         if p.is_local:
             return
@@ -152,7 +152,7 @@ class ForwardSteps(_Steps):
     def serve(self, i: int) -> None:
         """Tasks of part i, at home and in the workspace; results leave."""
         part, q = self._phase.parts[i], self._q[i]
-        p, spec, kernel = part.server, self._spec, self._kernel
+        p, spec, kernel = part.plan, self._spec, self._kernel
         k, v = self._keys_in_place(part, i, self._keys)
         out, lse = new_outputs(q, v)
 
@@ -193,7 +193,7 @@ class ForwardSteps(_Steps):
         out, lse, lse_back = self._results.pop(i)
         if lse_back is not None:
             self._returning[i].wait()
-            lse.index_copy_(1, self._phase.parts[i].server.returned_rows(out.device), lse_back.t())
+            lse.index_copy_(1, self._phase.parts[i].plan.returned_rows(out.device), lse_back.t())
         return self._q[i], *self._keys[i], out, lse
 
 
@@ -231,7 +231,7 @@ class BackwardSteps(_Steps):
 
     def dispatch(self, i: int, given: Given) -> None:
         """Rows of part i leave for the servers."""
-        p = self._phase.parts[i].server
+        p = self._phase.parts[i].plan
         q, k, v, dout = given.q, given.k, given.v, given.dout
         self._given[i] = given
         delta = None if given.dlse is None else row_dots(dout, given.out) - given.dlse
@@ -250,20 +250,20 @@ class BackwardSteps(_Steps):
     def serve(self, i: int) -> None:
         """Tasks of part i, at home and in the workspace; gradients leave."""
         part, given = self._phase.parts[i], self._given[i]
-        p, dtype = part.server, self._kernel.grad_dtype(given.q.dtype)
+        p, dtype = part.plan, self._kernel.grad_dtype(given.q.dtype)
         if not self._home_sums:
             # Rows that no task in place writes start from zero: contributions are added to them.
             new = torch.Tensor.new_empty if self._phase.written else torch.Tensor.new_zeros
             rows = self._phase.home_rows
             self._home_sums = [new(t, (rows, *t.shape[1:]), dtype=dtype) for t in (given.k, given.v)]
         self._dq[i] = dq = torch.empty_like(given.q)
-        complete = [self._phase.parts[j].server for j in self._phase.keys_after(i)]
+        complete = [self._phase.parts[j].plan for j in self._phase.keys_after(i)]
         if p.is_local and not any(s.kv_in or s.kv_out for s in complete):
             return self._at_home(part, i)
 
         receives: list = list(take_back(dq, p.q_out))
         for j in self._phase.keys_after(i):
-            runs = self._phase.parts[j].server.kv_out
+            runs = self._phase.parts[j].plan.kv_out
             rows = sum(run.rows for run in runs)
             self._keys_back[j] = tuple(t.new_empty((rows, *t.shape[1:])) for t in self._home_sums)
             receives += [message for back in self._keys_back[j] for message in consecutive(back, runs)]
@@ -298,7 +298,7 @@ class BackwardSteps(_Steps):
             if self._work_sums is not None:
                 sources.append(self._work_sums.totals)
             for total, *contributions in zip(sums, *sources, strict=True):
-                accumulate(part.server, total, contributions)
+                accumulate(part.plan, total, contributions)
         dk, dv = sums
         return self._dq[i], dk.to(given.k.dtype), dv.to(given.v.dtype)
 
@@ -331,7 +331,7 @@ class BackwardSteps(_Steps):
             q_work, *_, k_work, v_work = self._work
             self._work_sums = WorkspaceGradients(self._phase, k_work, v_work, self._kernel.grad_dtype(q_work.dtype))
         dq = None
-        if len(part.server.remote):
+        if len(part.plan.remote):
             dq = serve_backward(i, self._work, self._work_sums, self._spec, self._kernel)
         return dq, self._work_sums.totals
 
@@ -378,7 +378,7 @@ class WorkspaceGradients:
 
     def add(self, part: int, run: Callable[[TaskBatch, torch.Tensor, torch.Tensor], None]) -> None:
         """Runs the waves of a part; `run` writes dk and dv of its tasks' rows, and of no others."""
-        for tasks, fresh in zip(self._phase.parts[part].server.waves, self._sums.fresh[part], strict=True):
+        for tasks, fresh in zip(self._phase.parts[part].plan.waves, self._sums.fresh[part], strict=True):
             if fresh and self._in_place:
                 run(tasks, *self.totals)
                 continue

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, Pending, Round
+from deepspeed_distca.attention_server.rank_plan import RankPlan, Run
 from deepspeed_distca.attention_server.row_dots import row_dots
-from deepspeed_distca.attention_server.server_plan import Run, ServerPlan
 
 
 def send(home: torch.Tensor, runs: list[Run]) -> Messages:
@@ -28,7 +28,7 @@ def give_back(work: torch.Tensor, runs: list[Run]) -> Messages:
     return receive(work, runs)
 
 
-def relay(p: ServerPlan, k_work: torch.Tensor, v_work: torch.Tensor) -> Round | None:
+def relay(p: RankPlan, k_work: torch.Tensor, v_work: torch.Tensor) -> Round | None:
     """The second round of a dispatch: keys and values from workspace to workspace."""
     if not p.relay_in and not p.relay_out:
         return None
@@ -55,7 +55,7 @@ def keep(work: torch.Tensor, home: torch.Tensor, runs: list[Run]) -> None:
 
 def dispatch(
     exchange: Exchange,
-    p: ServerPlan,
+    p: RankPlan,
     queries: list[tuple[torch.Tensor, torch.Tensor]],
     keys: list[tuple[torch.Tensor, torch.Tensor]],
     stats: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -103,11 +103,11 @@ def add_rows(home: torch.Tensor, span: slice, rows: torch.Tensor) -> None:
         home[span] += rows
 
 
-def accumulate(p: ServerPlan, home: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+def accumulate(p: RankPlan, home: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
     """Adds the servers' contributions to dk or dv at home, in fp32 at least, rounding once.
 
     Args:
-        sources: what came for ``p.kv_out``, and this rank's workspace where it has one: see ``ServerPlan.touched``.
+        sources: what came for ``p.kv_out``, and this rank's workspace where it has one: see ``RankPlan.touched``.
     """
     for span, contributions in p.touched:
         total = home[span]

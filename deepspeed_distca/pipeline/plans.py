@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.parts import Parts
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.server import AttentionServer
-from deepspeed_distca.attention_server.server_plan import ServerPlan
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
@@ -119,7 +119,7 @@ class TickPlanner:
         self._out = rows(heads.query, value_dim)
         self._lse = torch.empty((heads.query, 0), dtype=torch.promote_types(dtype, torch.float32), device=device)
 
-    def plan(self, tick: Tick, layouts: list[Layout], *, note: bool) -> list[ServerPlan | None]:
+    def plan(self, tick: Tick, layouts: list[Layout], *, note: bool) -> list[RankPlan | None]:
         """This rank's parts of a tick, by kind; None where no rank has rows. Collective over the grid.
 
         Args:
@@ -139,7 +139,7 @@ class TickPlanner:
         parts = iter(self._server.plan_tick(tick.phase, kinds, note=note, micro_batches=int(mine)))
         return [next(parts) if want else None for want in wanted]
 
-    def open(self, forward: list[ServerPlan | None], *, keep: bool) -> MicroBatchAttention:
+    def open(self, forward: list[RankPlan | None], *, keep: bool) -> MicroBatchAttention:
         """The attention of a micro-batch whose forward tick has come; its backward parts follow later.
 
         Args:
@@ -153,13 +153,13 @@ class TickPlanner:
         layers = [plans[self._slots.kind_of[slot]] for slot in range(self._layers)]
         return MicroBatchAttention(plans, layers, KeptAttention(always=True) if keep else None)
 
-    def begin_backward(self, attention: MicroBatchAttention, parts: list[ServerPlan | None]) -> None:
+    def begin_backward(self, attention: MicroBatchAttention, parts: list[RankPlan | None]) -> None:
         """The backward tick of a micro-batch has come, and this rank's parts of it."""
         for kind, plan, part in zip(self._slots.kinds, attention.plans, parts, strict=True):
             if plan is not None and part is not None:
                 plan.layer(kind.window).backward = Parts.whole(part)
 
-    def serve_forward(self, parts: list[ServerPlan | None], first: int) -> None:
+    def serve_forward(self, parts: list[RankPlan | None], first: int) -> None:
         """Takes part in the exchange of the slots from ``first`` on, without rows of its own."""
         for slot in range(first, len(self._slots)):
             kind = self._slots.kind_of[slot]
@@ -169,7 +169,7 @@ class TickPlanner:
                     spec = self._specs[kind]
                     self._server.step_plan(spec.window, part, None).attend(self._q, self._k, self._v, spec)
 
-    def serve_backward(self, parts: list[ServerPlan | None], first: int) -> None:
+    def serve_backward(self, parts: list[RankPlan | None], first: int) -> None:
         """The same in backward, where slots come in reverse order."""
         for slot in reversed(range(first, len(self._slots))):
             kind = self._slots.kind_of[slot]

@@ -23,7 +23,7 @@ from deepspeed.utils import logger
 
 from deepspeed_distca.attention_server.coordination.hello import Meeting
 from deepspeed_distca.attention_server.coordination.watch import Watch
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.building import Sharing, attention_dtype, build_server
 from deepspeed_distca.compat.deepspeed import (
@@ -182,7 +182,7 @@ class PipelineRuntime:
         self._ticks: list[Tick] = []
         self._layouts: list[Layout] = []
         self._at = 0
-        self._parts: list[ServerPlan | None] = []
+        self._parts: list[RankPlan | None] = []
         self._open: dict[int | None, MicroBatchAttention] = {}
         self._training = False
         self._install()

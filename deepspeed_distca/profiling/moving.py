@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.exchange.base import Exchange
 from deepspeed_distca.attention_server.kernels import Kernel
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
@@ -24,7 +24,7 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.profiling.link import meet
 from deepspeed_distca.scheduler.cost_model import PHASES, Phase
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import SERVER, TASK_DOCUMENT, home_tasks
 
 Result = TypeVar("Result")
@@ -67,7 +67,7 @@ def measure_moving(
     rank, world = dist.get_rank(), dist.get_world_size()
     length = 128 if device.type == "cuda" else 16
     layout = Layout.from_lengths([[length] * _DOCUMENTS] * world)
-    compilers = [PlanCompiler(layout, _moved(layout, count)) for count in (0, *_MOVED)]
+    compilers = [RouteCompiler(layout, _moved(layout, count)) for count in (0, *_MOVED)]
     layers = [_Layers(compiler, rank, exchange, kernel, heads, device, dtype) for compiler in compilers]
     samples = [[layer.seconds() for layer in layers] for _ in range(rounds + 1)][1:]
     # Other processes take a CPU's time and never give any.
@@ -106,7 +106,7 @@ class _Layers:
 
     def __init__(
         self,
-        compiler: PlanCompiler,
+        compiler: RouteCompiler,
         rank: int,
         exchange: Exchange,
         kernel: Kernel,
@@ -114,10 +114,10 @@ class _Layers:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        part = ServerPlan(compiler.rank(rank))
+        part = RankPlan(compiler.rank(rank))
         self._plan, self._kernel, self._device = LayerPlan.whole(part, part, exchange, SideStream()), kernel, device
         self._spec = AttentionSpec(heads.head_dim**-0.5)
-        value_dim, rows = heads.value_dim or heads.head_dim, part.plan.home_rows
+        value_dim, rows = heads.value_dim or heads.head_dim, part.routes.home_rows
         shapes = (heads.query, heads.head_dim), (heads.key_value, heads.head_dim), (heads.key_value, value_dim)
         self._qkv = [torch.randn(rows, *s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
         self._dout = torch.randn(rows, heads.query, value_dim, device=device, dtype=dtype)

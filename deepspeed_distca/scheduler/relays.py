@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Columns of a run between ranks: see ``PlanCompiler``.
+#: Columns of a run between ranks: see ``RouteCompiler``.
 SERVER, HOME, HOME_ROW, WORK_ROW, ROWS = range(5)
 
 

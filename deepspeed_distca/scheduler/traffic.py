@@ -10,7 +10,7 @@ import numpy as np
 from deepspeed_distca.layout import PIECE_DOCUMENT, PIECE_END, PIECE_RANK, PIECE_START, Layout
 from deepspeed_distca.scheduler.cost_model import Phase
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.plan import PlanCompiler, bytes_of
+from deepspeed_distca.scheduler.routes import RouteCompiler, bytes_of
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks
 
 
@@ -51,7 +51,7 @@ def traffic(layout: Layout, tasks: Tasks | np.ndarray) -> Traffic:
     np.fill_diagonal(q, 0)
     np.fill_diagonal(kv, 0)
     dispatched = kv.copy()
-    server, relay, home, _, _, moved = PlanCompiler(layout, rows).relayed().T
+    server, relay, home, _, _, moved = RouteCompiler(layout, rows).relayed().T
     np.add.at(dispatched, (relay, server), moved)
     np.add.at(dispatched, (home, server), -moved)
     return Traffic(q, kv, dispatched)

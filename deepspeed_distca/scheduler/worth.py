@@ -16,7 +16,7 @@ import numpy as np
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel, Phase
-from deepspeed_distca.scheduler.plan import FEWEST_MESSAGES, PlanCompiler
+from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, RouteCompiler
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks
 
@@ -87,7 +87,7 @@ class Worth:
         else:
             self.before = self.whole = float((self._start + attention).max())
 
-    def spread(self, at_home: PlanCompiler) -> tuple[Tasks, PlanCompiler]:
+    def spread(self, at_home: RouteCompiler) -> tuple[Tasks, RouteCompiler]:
         """The tasks as they are to be computed, compiled: :attr:`home` itself where moving rows does not pay.
 
         Args:
@@ -109,14 +109,14 @@ class Worth:
             max_received_rows=self._options.max_received_rows,
             server_weights=self.weights,
         )
-        compiler = PlanCompiler(self._layout, tasks.rows)
+        compiler = RouteCompiler(self._layout, tasks.rows)
         if not frugal or not compiler.moves_rows:
             return tasks, compiler
         saved = self.before - self.seconds(compiler)
         pays = saved >= self.price(int(compiler.messages(self._phase).max()))
         return (tasks, compiler) if pays else (self.home, at_home)
 
-    def seconds(self, compiler: PlanCompiler) -> float:
+    def seconds(self, compiler: RouteCompiler) -> float:
         """Predicted seconds of one layer's phase with its transfers, without their :meth:`price`. With speeds it
         begins with the linear work."""
         at_home, away = (load / UNITS_PER_SECOND / self._speeds for load in compiler.loads(self._task_cost))

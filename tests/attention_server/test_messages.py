@@ -11,11 +11,11 @@ from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.exchange.base import Done, Messages, Round
 from deepspeed_distca.attention_server.exchange.process_group import ReceivesLater
 from deepspeed_distca.attention_server.kernels import make_kernel
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
-from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.relays import RelayRule
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from tests.distributed.random_plans import random_layout, random_tasks
 
 
@@ -45,10 +45,10 @@ def test_a_layer_has_the_messages_that_its_plan_counts(relayed) -> None:
         window = None if rng.random() < 0.7 else 5
         layout = random_layout(rng, ranks=4, documents=5, longest=40)
         tasks = random_tasks(rng, layout, window, stay=float(rng.choice([0.0, 0.5, 1.0])))
-        compiler = PlanCompiler(layout, tasks, RelayRule(1, 0) if relayed else RelayRule(10**9, 4))
+        compiler = RouteCompiler(layout, tasks, RelayRule(1, 0) if relayed else RelayRule(10**9, 4))
         found += len(compiler.relayed())
         for rank in range(4):
-            part, exchange = ServerPlan(compiler.rank(rank)), Counts()
+            part, exchange = RankPlan(compiler.rank(rank)), Counts()
             plan = LayerPlan.whole(part, part, exchange)
             q, k, v = (torch.randn(int(layout.tokens[rank]), h, 8, requires_grad=True) for h in (2, 1, 1))
             out, _ = core_attention(q, k, v, plan, AttentionSpec(0.3, window), kernel)

@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.plan import PlanCompiler, TaskRanges
+from deepspeed_distca.scheduler.routes import RouteCompiler, TaskRanges
 from tests.distributed.random_plans import random_layout, random_tasks
 
 
@@ -71,7 +71,7 @@ def pairs(tasks: TaskRanges, window: int | None, q_first: int = 0, k_first: int 
 def test_no_pair_of_rows_is_lost_or_counted_twice(seed: int, window: int | None) -> None:
     rng = np.random.default_rng((seed, window or 0))
     layout = random_layout(rng, ranks=3, documents=5, longest=25)
-    compiler = PlanCompiler(layout, random_tasks(rng, layout, window))
+    compiler = RouteCompiler(layout, random_tasks(rng, layout, window))
     cuts = np.array([rng.integers(0, n + 1) for n in layout.tokens])
     for rank in range(3):
         whole = compiler.rank(rank)
@@ -84,11 +84,11 @@ def test_no_pair_of_rows_is_lost_or_counted_twice(seed: int, window: int | None)
                 for pair in pairs(tasks, window, part.first, part.k_first)
             ]
             assert sorted(local) == sorted(pairs(whole.local, window))
-            remote = [pair for part in phase.parts for pair in pairs(part.server.plan.remote, window)]
+            remote = [pair for part in phase.parts for pair in pairs(part.plan.routes.remote, window)]
             assert sorted(remote) == sorted(pairs(whole.remote, window))
             for part in phase.parts:
-                served = np.concatenate([np.zeros(0, int), *part.server.plan.waves])
-                assert sorted(served) == list(range(len(part.server.plan.remote)))
+                served = np.concatenate([np.zeros(0, int), *part.plan.routes.waves])
+                assert sorted(served) == list(range(len(part.plan.routes.remote)))
             for name in ("q_in", "kv_in", "q_out", "kv_out", "relay_in", "relay_out"):
-                rows = sum(int(getattr(part.server.plan, name)[:, 3].sum()) for part in phase.parts)
+                rows = sum(int(getattr(part.plan.routes, name)[:, 3].sum()) for part in phase.parts)
                 assert rows == int(getattr(whole, name)[:, 3].sum())

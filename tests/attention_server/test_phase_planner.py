@@ -23,7 +23,7 @@ from deepspeed_distca.plan_options import linear_flops, plan_options
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import Tasks
 from deepspeed_distca.scheduler.worth import LINEAR_WORK, PlanOptions, Worth, phase_seconds
 from tests.huggingface.lone_server import NoExchange, lone_server
@@ -58,7 +58,7 @@ def planned(
 
 def predicted(layout: Layout, phase: str, tasks: Tasks) -> tuple[float, float]:
     """Seconds of a phase over NVLink, attention and transfers that nothing covers; and what moving costs beside."""
-    compiler = PlanCompiler(layout, tasks.rows)
+    compiler = RouteCompiler(layout, tasks.rows)
     loads = compiler.loads(lambda a, b, k: NVLINK.cost(a, b, k, None, phase))
     sizes = compiler.bytes_between(HEADS, phase)
     seconds = phase_seconds(NVLINK, *(load / 1e15 for load in loads), *sizes, early=True)
@@ -242,7 +242,7 @@ def test_the_exchange_is_told_what_either_phase_moves() -> None:
     expected = np.zeros((3, 3), dtype=np.int64)
     for phase in ("forward", "backward"):
         tasks = balance(layout, NVLINK, phase=phase, tolerance=0.005, granularity=128)
-        for one_way in PlanCompiler(layout, tasks.rows).bytes_between(NVLINK.heads, phase):
+        for one_way in RouteCompiler(layout, tasks.rows).bytes_between(NVLINK.heads, phase):
             expected = np.maximum(expected, one_way)
     assert np.array_equal(sizes, expected) and np.count_nonzero(sizes) >= 4
     assert plan.layers[None].exchange is not None

@@ -9,11 +9,11 @@ import torch
 from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
 from deepspeed_distca.attention_server.parts import Parts
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.steps import WorkspaceGradients, serve_backward
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import task_rows
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -38,7 +38,7 @@ def test_sums_are_rounded_once(ranges: int) -> None:
     layout = Layout.from_lengths([[2 * ranges * rows], [], []])
     # Servers 1 and 2 take turns, so that no two ranges of one of them are one task.
     pieces = torch.tensor([[0, i * rows, (i + 1) * rows, 1 + i % 2] for i in range(2 * ranges)]).numpy()
-    plan = ServerPlan(PlanCompiler(layout, task_rows(pieces)).rank(1))
+    plan = RankPlan(RouteCompiler(layout, task_rows(pieces)).rank(1))
     assert len(plan.waves) == len(plan.remote) == ranges
 
     generator = torch.Generator().manual_seed(ranges)

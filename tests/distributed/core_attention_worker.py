@@ -10,13 +10,13 @@ import torch.distributed as dist
 from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
 from deepspeed_distca.attention_server.kernels import make_kernel
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.relays import RelayRule
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
 from tests.distributed.random_plans import random_layout, random_tasks
 
@@ -65,9 +65,9 @@ def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
         plans = []
         for _ in range(2):  # forward and backward follow different plans
             tasks = random_tasks(rng, layout, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9])))
-            compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
+            compiler = RouteCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
             worst["relayed"] += len(compiler.relayed())
-            plans.append(ServerPlan(compiler.rank(rank)))
+            plans.append(RankPlan(compiler.rank(rank)))
         exchange.early = bool(rng.random() < 0.5)
         plan = LayerPlan.whole(*plans, exchange, SideStream() if rng.random() < 0.5 else None)
         _one(layout, plan, spec, kernel, rank, (q_heads, kv_heads, dim, v_dim), rng, worst, getattr(torch, dtype))
@@ -134,7 +134,7 @@ def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype, att
 def _alone(tensors, grads, use_lse: bool, spec: AttentionSpec, kernel) -> dict[str, torch.Tensor]:
     """The kernel on one whole document in its own dtype, without a server: what any run of it costs in accuracy."""
     layout = Layout.from_lengths([[len(tensors[0])]])
-    part = ServerPlan(PlanCompiler(layout, home_tasks(layout, spec.window)).rank(0))
+    part = RankPlan(RouteCompiler(layout, home_tasks(layout, spec.window)).rank(0))
     leaves = [t.clone().requires_grad_() for t in tensors]
     out, lse = core_attention(*leaves, LayerPlan.whole(part, part), spec, kernel)
     loss = (out * grads[0]).sum() + ((lse * grads[1]).sum() if use_lse else 0.0)

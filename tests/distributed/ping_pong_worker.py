@@ -19,7 +19,7 @@ from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerE
 from deepspeed_distca.attention_server.kernels import make_kernel
 from deepspeed_distca.attention_server.nano_batches import NanoPair
 from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.steps import LayerPlan
@@ -27,8 +27,8 @@ from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.huggingface.turns import Turns
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.relays import RelayRule
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from tests.distributed import model_families, models_worker
 from tests.distributed.core_attention_worker import _one
 from tests.distributed.engine_worker import documents_of, ds_config, reference, tiny_llama
@@ -63,11 +63,11 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
         plans = []
         for _ in range(2):  # forward and backward follow different plans
             tasks = random_tasks(rng, layout, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9, 1.0])))
-            compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
+            compiler = RouteCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
             worst["relayed"] += len(compiler.relayed())
-            plans.append(ServerPlan(compiler.rank(rank)))
+            plans.append(RankPlan(compiler.rank(rank)))
         divided = [
-            two_parts(plan.plan, cuts, spec.window, backward=backward, late_keys=crossing)
+            two_parts(plan.routes, cuts, spec.window, backward=backward, late_keys=crossing)
             for plan, backward in zip(plans, (False, True), strict=True)
         ]
         worst["shared"] += len(divided[1].parts[0].shared)

@@ -11,7 +11,7 @@ from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from deepspeed_distca.attention_server.exchange.peer_copy.copies import PeerCopyExchange
 from deepspeed_distca.attention_server.kernels import make_kernel, select_kernel
-from deepspeed_distca.attention_server.server_plan import ServerPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
@@ -19,8 +19,8 @@ from deepspeed_distca.layout import Layout, Segment
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.plan import PlanCompiler
 from deepspeed_distca.scheduler.relays import RelayRule
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
 from tests.distributed.random_plans import random_layout, random_tasks
 from tests.gpu import processes
@@ -56,9 +56,9 @@ def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", stag
                 tasks = balance(layout, CostModel.area(Heads(Q_HEADS, KV_HEADS, DIM)), phase=phase, window=window).rows
             else:
                 tasks = random_tasks(random, layout, window)
-            compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=0))
+            compiler = RouteCompiler(layout, tasks, RelayRule(least_rows=1, factor=0))
             relayed += len(compiler.relayed())
-            plans.append(ServerPlan(compiler.rank(rank)))
+            plans.append(RankPlan(compiler.rank(rank)))
             sizes += compiler.bytes_between(Heads(Q_HEADS, KV_HEADS, DIM), phase)
         moves = moves.for_sizes(np.maximum.reduce(sizes))
         for local_first in (False, True):
@@ -92,7 +92,7 @@ def _case(layout: Layout, plan: LayerPlan, spec, kernel, rank: int, device, seed
     alone = {}
     for d, tensors in whole.items():
         layout_d = Layout.from_lengths([[lengths[d]]])
-        part = ServerPlan(PlanCompiler(layout_d, home_tasks(layout_d, spec.window)).rank(0))
+        part = RankPlan(RouteCompiler(layout_d, home_tasks(layout_d, spec.window)).rank(0))
         local = LayerPlan.whole(part, part)
         alone[d] = [
             _run(*(t.to(dtype) for t in tensors), local, spec, k)

@@ -22,8 +22,8 @@ from deepspeed_distca.layout import DOCUMENT, RANK, Layout, Segment
 from deepspeed_distca.scheduler import CostModel, Heads, Tasks, balance, home_tasks
 from deepspeed_distca.scheduler.cost_model import PhaseCost
 from deepspeed_distca.scheduler.digest import digest
-from deepspeed_distca.scheduler.plan import PlanCompiler, RankPlan
 from deepspeed_distca.scheduler.relays import RelayRule
+from deepspeed_distca.scheduler.routes import RouteCompiler, Routes
 from deepspeed_distca.scheduler.traffic import traffic
 from tests.scheduler.bounds import promised
 from tests.scheduler.checks import check_shards, check_tasks, documents_of
@@ -230,7 +230,7 @@ def _check_cap(case: Case, tasks: Tasks, home: np.ndarray) -> None:
 
 def _check_transfers(layout: Layout, rows: np.ndarray, heads: Heads, phase: str, rule: RelayRule) -> None:
     """Every task finds the rows that it asks for, and senders and receivers agree."""
-    compiler = PlanCompiler(layout, rows, rule)
+    compiler = RouteCompiler(layout, rows, rule)
     plans = [compiler.rank(rank) for rank in range(layout.num_ranks)]
     # Every row has a name: the start of its document in a numbering of all tokens, plus its position.
     lengths = {document: len(home) for document, home in documents_of(layout).items()}
@@ -261,7 +261,7 @@ def _check_transfers(layout: Layout, rows: np.ndarray, heads: Heads, phase: str,
     assert np.array_equal(there, out) and np.array_equal(returned, back), "bytes"
 
 
-def _workspace(plan: RankPlan, kind: str, stored: list[np.ndarray]) -> np.ndarray:
+def _workspace(plan: Routes, kind: str, stored: list[np.ndarray]) -> np.ndarray:
     """The name of every workspace row, as the incoming runs fill it; each is filled exactly once."""
     runs, rows = (plan.q_in, plan.work_q_rows) if kind == "q" else (plan.kv_in, plan.work_kv_rows)
     filled = np.full(rows, -1, dtype=np.int64)
@@ -274,7 +274,7 @@ def _workspace(plan: RankPlan, kind: str, stored: list[np.ndarray]) -> np.ndarra
     return filled
 
 
-def _check_waves(plan: RankPlan) -> None:
+def _check_waves(plan: Routes) -> None:
     """Waves hold every task once, and no key row twice in one of them."""
     assert sorted(np.concatenate([*plan.waves, np.zeros(0, int)]).tolist()) == list(range(len(plan.remote)))
     for ranges in [plan.local, *(plan.remote.take(wave) for wave in plan.waves)]:
@@ -282,7 +282,7 @@ def _check_waves(plan: RankPlan) -> None:
         assert (ranges.k_start[order][1:] >= (ranges.k_start + ranges.k_len)[order][:-1]).all(), "waves overlap"
 
 
-def _check_runs(plans: list[RankPlan], heads: Heads, phase: str) -> tuple[np.ndarray, np.ndarray]:
+def _check_runs(plans: list[Routes], heads: Heads, phase: str) -> tuple[np.ndarray, np.ndarray]:
     """Both ends list the same runs in the same order.
 
     Returns:

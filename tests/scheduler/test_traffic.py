@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import CostModel, Heads, balance, home_tasks
 from deepspeed_distca.scheduler.digest import digest
-from deepspeed_distca.scheduler.plan import PlanCompiler
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.traffic import homes_of, traffic
 from tests.scheduler.checks import documents_of, rows_sent
 from tests.scheduler.strategies import COSTS, layouts, windows
@@ -38,7 +38,7 @@ def test_bytes_beyond_int64_are_refused():
     rows = np.array([[0, 0, 400_000, 0, 0], [0, 400_000, 800_000, 0, 1]])
     moved = traffic(layout, rows)
     for phase in ("forward", "backward"):
-        for size in (moved.dispatch_bytes, moved.return_bytes, PlanCompiler(layout, rows).bytes_between):
+        for size in (moved.dispatch_bytes, moved.return_bytes, RouteCompiler(layout, rows).bytes_between):
             with pytest.raises(OverflowError, match="heads are too large"):
                 size(heads, phase)
 
@@ -50,7 +50,7 @@ def test_bytes_are_those_of_the_compiled_plan(layout, cost, window):
     heads = Heads(6, 2, 32, value_dim=16, element_size=4)
     tasks = balance(layout, model, phase=phase, window=window, granularity=16)
     counted = traffic(layout, tasks)
-    compiler = PlanCompiler(layout, tasks.rows)
+    compiler = RouteCompiler(layout, tasks.rows)
     out, back = compiler.bytes_between(heads, phase)
     assert np.array_equal(out, counted.dispatch_bytes(heads, phase))
     assert np.array_equal(back, counted.return_bytes(heads, phase))
@@ -62,7 +62,7 @@ def test_bytes_of_a_plan_with_relays():
     layout = Layout.from_lengths([[131072], *[[1024] * 16] * 15])
     heads = Heads(4, 1, 128)
     tasks = balance(layout, CostModel.area(heads))
-    compiler, counted = PlanCompiler(layout, tasks.rows), traffic(layout, tasks)
+    compiler, counted = RouteCompiler(layout, tasks.rows), traffic(layout, tasks)
     assert len(compiler.relayed())
     assert counted.dispatched_kv_rows.sum() == counted.kv_rows.sum()
     assert (counted.dispatched_kv_rows.sum(axis=0) == counted.kv_rows.sum(axis=0)).all()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.plan import FEWEST_MESSAGES, PlanCompiler
 from deepspeed_distca.scheduler.profiles import Setting, choose
+from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, RouteCompiler
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT, Shares
 from deepspeed_distca.scheduler.worth import PlanOptions, Worth, finishing_weights, phase_seconds
 
@@ -193,7 +193,7 @@ def moves(width: int, lengths: list[list[int]], phase: str, *, free: bool = Fals
     layout = Layout.from_lengths(lengths)
     options = PlanOptions(0.005, 128, min_gain=min_gain, linear_flops=flops)
     worth = Worth(layout, None, phase, cost, options, early=True)
-    _, compiler = worth.spread(PlanCompiler(layout, worth.home.rows))
+    _, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
     return compiler.moves_rows
 
 
@@ -226,6 +226,6 @@ def test_the_price_changes_nothing_of_long_layers(short, phase) -> None:
 def test_rows_that_move_take_that_many_messages(lengths, phase) -> None:
     layout = Layout.from_lengths(lengths)
     worth = Worth(layout, None, phase, CostModel(), PlanOptions(0.0, 1), early=True)
-    _, compiler = worth.spread(PlanCompiler(layout, worth.home.rows))
+    _, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
     assert compiler.moves_rows == (compiler.messages(phase).max() >= FEWEST_MESSAGES[phase])
     assert compiler.moves_rows or not compiler.messages(phase).any()

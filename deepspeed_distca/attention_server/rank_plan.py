@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's part of a plan, made ready for the device: task batches for the kernel and runs as plain integers."""
+"""One rank's part of a plan: its routes made ready for the device, as batches of tasks and runs of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.task_batch import TaskBatch
-from deepspeed_distca.scheduler.plan import HOME_ROW, PEER, ROWS, WORK_ROW, RankPlan, TaskRanges
+from deepspeed_distca.scheduler.routes import HOME_ROW, PEER, ROWS, WORK_ROW, Routes, TaskRanges
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Run:
         return slice(self.work, self.work + self.rows)
 
 
-class ServerPlan:
-    """What core attention needs of a :class:`RankPlan`, with per-device metadata made once and kept.
+class RankPlan:
+    """What core attention needs of a rank's routes, with per-device metadata made once and kept.
 
     Attributes:
         local: all tasks in place.
@@ -44,27 +44,27 @@ class ServerPlan:
             There ``home`` is the row in the relay's workspace.
     """
 
-    def __init__(self, plan: RankPlan) -> None:
-        self.plan = plan
-        self.local = self._home(plan.local)
-        self.remote = self._work(plan.remote)
-        self.waves = [self._work(plan.remote.take(index)) for index in plan.waves]
-        self.q_in, self.q_keep = _incoming(plan.q_in, plan.rank)
-        self.kv_in, self.kv_keep = _incoming(plan.kv_in, plan.rank)
-        self.q_out, self.kv_out = _runs(plan.q_out), _runs(plan.kv_out)
-        self.kv_in_direct = _incoming(plan.kv_in[plan.kv_in_direct], plan.rank)[0]
-        self.kv_out_direct = _runs(plan.kv_out[plan.kv_out_direct])
-        self.relay_in, self.relay_out = _runs(plan.relay_in), _runs(plan.relay_out)
+    def __init__(self, routes: Routes) -> None:
+        self.routes = routes
+        self.local = self._home(routes.local)
+        self.remote = self._work(routes.remote)
+        self.waves = [self._work(routes.remote.take(index)) for index in routes.waves]
+        self.q_in, self.q_keep = _incoming(routes.q_in, routes.rank)
+        self.kv_in, self.kv_keep = _incoming(routes.kv_in, routes.rank)
+        self.q_out, self.kv_out = _runs(routes.q_out), _runs(routes.kv_out)
+        self.kv_in_direct = _incoming(routes.kv_in[routes.kv_in_direct], routes.rank)[0]
+        self.kv_out_direct = _runs(routes.kv_out[routes.kv_out_direct])
+        self.relay_in, self.relay_out = _runs(routes.relay_in), _runs(routes.relay_out)
         self._returned_rows: dict[torch.device, torch.Tensor] = {}
         runs = (self.q_in, self.q_keep, self.q_out, self.kv_in, self.kv_keep, self.kv_out)
         #: nothing to send, receive or copy: the kernel runs on q, k and v as they are
         self.is_local = not len(self.remote) and not any(runs)
 
     def _home(self, tasks: TaskRanges) -> TaskBatch:
-        return _batch(tasks, self.plan.home_rows, self.plan.home_rows)
+        return _batch(tasks, self.routes.home_rows, self.routes.home_rows)
 
     def _work(self, tasks: TaskRanges) -> TaskBatch:
-        return _batch(tasks, self.plan.work_q_rows, self.plan.work_kv_rows)
+        return _batch(tasks, self.routes.work_q_rows, self.routes.work_kv_rows)
 
     @cached_property
     def returned(self) -> list[Run]:

@@ -56,7 +56,7 @@ class TaskRanges:
 
 
 @dataclass(frozen=True)
-class RankPlan:
+class Routes:
     """One rank's part of a plan, the same for every layer of the micro-batch with that window.
 
     Attributes:
@@ -103,7 +103,7 @@ class RankPlan:
         return q, kv
 
 
-class PlanCompiler:
+class RouteCompiler:
     """Compiles the parts of any rank from one layout and its tasks; what all ranks share is worked out once."""
 
     def __init__(self, layout: Layout, tasks: np.ndarray, rule: RelayRule = DEFAULT_RULE) -> None:
@@ -235,7 +235,7 @@ class PlanCompiler:
             found.append(load)
         return found[0], found[1]
 
-    def rank(self, rank: int) -> RankPlan:
+    def rank(self, rank: int) -> Routes:
         """The part of one rank."""
         mine = self._local[:, SERVER] == rank
         t, shift = self._local[mine], self._local_shift[mine]
@@ -262,7 +262,7 @@ class PlanCompiler:
         q_leaves, kv_leaves = ((runs[:, 1] == rank) & (runs[:, 0] != rank) for runs in (self._q_runs, self._kv_runs))
         q_in, kv_in = self._q_runs[q_arrives][:, 1:], self._kv_runs[kv_arrives][:, 1:]
         direct, relayed = self._kv_source < 0, self.relayed()
-        return RankPlan(
+        return Routes(
             rank=rank,
             home_rows=int(self._home_rows[rank]),
             local=local,

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.plan import HOME_ROW, PEER, ROWS, WORK_ROW, PlanCompiler, RankPlan
 from deepspeed_distca.scheduler.relays import RelayRule
+from deepspeed_distca.scheduler.routes import HOME_ROW, PEER, ROWS, WORK_ROW, RouteCompiler, Routes
 from deepspeed_distca.scheduler.tasks import home_tasks
 from tests.distributed.random_plans import random_layout, random_tasks
 
 cases = st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 6), st.sampled_from([None, 1, 3, 40]))
 
 
-def compiled(seed: int, world: int, window: int | None) -> tuple[Layout, np.ndarray, list[RankPlan]]:
+def compiled(seed: int, world: int, window: int | None) -> tuple[Layout, np.ndarray, list[Routes]]:
     rng = np.random.default_rng(seed)
     layout = random_layout(rng, world, documents=int(rng.integers(1, 8)), longest=int(rng.integers(1, 60)))
     tasks = random_tasks(rng, layout, window, stay=float(rng.choice([0.0, 0.5, 1.0])))
-    compiler = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
+    compiler = RouteCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
     return layout, tasks, [compiler.rank(r) for r in range(world)]
 
 
@@ -32,7 +32,7 @@ def tokens_of(layout: Layout, rank: int) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros((0, 2), dtype=np.int64)
 
 
-def workspace(layout: Layout, plan: RankPlan, kind: str) -> np.ndarray:
+def workspace(layout: Layout, plan: Routes, kind: str) -> np.ndarray:
     """(document, position) of every workspace row as the incoming runs fill it; each row is filled exactly once."""
     runs = plan.q_in if kind == "q" else plan.kv_in
     rows = plan.work_q_rows if kind == "q" else plan.work_kv_rows
@@ -105,10 +105,10 @@ def test_a_document_for_many_servers_is_relayed() -> None:
     # Rank 0 stores 1600 rows of which each of 15 others computes 100.
     layout = Layout.from_lengths([[1600]] + [[10]] * 15)
     tasks = np.array([[0, 100 * s, 100 * s + 100, 0, s] for s in range(16)] + [[s, 0, 10, 0, s] for s in range(1, 16)])
-    plain = PlanCompiler(layout, tasks)
+    plain = RouteCompiler(layout, tasks)
     assert not len(plain.relayed())
     heads = Heads(query=1, key_value=1, head_dim=64)  # q row 128 bytes, k and v 256, out 128, lse 4
-    relayed = PlanCompiler(layout, tasks, RelayRule(least_rows=1, factor=0))
+    relayed = RouteCompiler(layout, tasks, RelayRule(least_rows=1, factor=0))
     before, after = (sum(c.bytes_between(heads, "forward")).sum(axis=1) for c in (plain, relayed))
     assert before.sum() == after.sum() and before[0] == sum(range(200, 1601, 100)) * 256 + 1500 * 128
     # The home sends the 3 largest prefixes, all their sums beyond that were relayed by them in turn.
@@ -121,9 +121,9 @@ def test_relays_wait_for_enough_rows() -> None:
     layout = Layout.from_lengths([[1600]] + [[10]] * 15)
     tasks = np.array([[0, 100 * s, 100 * s + 100, 0, s] for s in range(16)] + [[s, 0, 10, 0, s] for s in range(1, 16)])
     total = sum(range(200, 1601, 100))
-    assert len(PlanCompiler(layout, tasks, RelayRule(total, 4)).relayed())
-    assert not len(PlanCompiler(layout, tasks, RelayRule(total + 1, 4)).relayed())
-    assert not len(PlanCompiler(layout, tasks, RelayRule(total, 16)).relayed())
+    assert len(RouteCompiler(layout, tasks, RelayRule(total, 4)).relayed())
+    assert not len(RouteCompiler(layout, tasks, RelayRule(total + 1, 4)).relayed())
+    assert not len(RouteCompiler(layout, tasks, RelayRule(total, 16)).relayed())
 
 
 @settings(max_examples=150, deadline=None)
@@ -143,7 +143,7 @@ def test_waves_partition_the_tasks_and_share_no_key_row(case: tuple) -> None:
 def test_the_first_wave_covers_all_keys(seed: int, world: int) -> None:
     rng = np.random.default_rng(seed)
     layout = random_layout(rng, world, documents=4, longest=60)
-    compiler = PlanCompiler(layout, random_tasks(rng, layout, None, stay=0.3))
+    compiler = RouteCompiler(layout, random_tasks(rng, layout, None, stay=0.3))
     for plan in map(compiler.rank, range(world)):
         assert sum(plan.remote.take(wave).k_len.sum() for wave in plan.waves[:1]) == plan.work_kv_rows
 
@@ -153,7 +153,7 @@ def test_the_first_wave_covers_all_keys(seed: int, world: int) -> None:
 def test_whole_documents_at_home_move_nothing(seed: int, world: int) -> None:
     rng = np.random.default_rng(seed)
     layout = Layout.from_lengths([rng.integers(1, 50, size=int(rng.integers(0, 5))).tolist() for _ in range(world)])
-    compiler = PlanCompiler(layout, home_tasks(layout))
+    compiler = RouteCompiler(layout, home_tasks(layout))
     assert not compiler.moves_rows and not np.any(compiler.bytes_between(Heads(), "forward"))
     at_home, away = compiler.loads(lambda q_start, q_end, k_start: q_end - q_start)
     assert at_home.tolist() == layout.tokens.tolist() and not away.any()
@@ -171,8 +171,8 @@ def test_document_ids_may_be_any_int64(seed: int, world: int) -> None:
     ids = np.sort(rng.integers(0, 2**63 - 1, size=int(layout.segments[:, 1].max()) + 1))
     segments, renamed = layout.segments.copy(), tasks.copy()
     segments[:, 1], renamed[:, 0] = ids[segments[:, 1]], ids[renamed[:, 0]]
-    small = PlanCompiler(layout, tasks)
-    large = PlanCompiler(Layout(segments, world).validate(), renamed)
+    small = RouteCompiler(layout, tasks)
+    large = RouteCompiler(Layout(segments, world).validate(), renamed)
     for rank in range(world):
         a, b = small.rank(rank), large.rank(rank)
         for name in ("q_in", "kv_in", "q_out", "kv_out"):
@@ -184,7 +184,7 @@ def test_document_ids_may_be_any_int64(seed: int, world: int) -> None:
 def test_bytes_of_one_moved_tail() -> None:
     layout = Layout.from_lengths([[100], [10]])
     tasks = np.array([[0, 0, 60, 0, 0], [0, 60, 100, 0, 1], [1, 0, 10, 0, 1]])
-    compiler = PlanCompiler(layout, tasks)
+    compiler = RouteCompiler(layout, tasks)
     heads = Heads(query=4, key_value=1, head_dim=8)  # q row 64 bytes, k and v rows 32, lse 16
     out, back = compiler.bytes_between(heads, "forward")
     assert out.tolist() == [[0, 40 * 64 + 100 * 32], [0, 0]] and back.tolist() == [[0, 0], [40 * (64 + 16), 0]]
@@ -197,5 +197,5 @@ def test_bytes_of_one_moved_tail() -> None:
 @pytest.mark.parametrize("world", [1, 4])
 def test_empty_layout(world: int) -> None:
     layout = Layout.from_lengths([[] for _ in range(world)])
-    plan = PlanCompiler(layout, np.zeros((0, 5), dtype=np.int64)).rank(world - 1)
+    plan = RouteCompiler(layout, np.zeros((0, 5), dtype=np.int64)).rank(world - 1)
     assert plan.is_local and not len(plan.local) and plan.home_rows == 0

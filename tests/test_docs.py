@@ -15,6 +15,7 @@ import yaml
 
 from tests.distributed.harness import ROOT
 
+PACKAGE = ROOT / "deepspeed_distca"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ALL = [p for name in ("README", "CONTRIBUTING", "CHANGELOG") if (p := ROOT / f"{name}.md").exists()] + PAGES
 TEXTS = {path: path.read_text(encoding="utf-8") for path in ALL}
@@ -157,6 +158,14 @@ def test_commands_are_in_bash_blocks():
     begin = r"^    (bash|deepspeed|torchrun|accelerate|ds_distca|python|pip|pytest) .*$"
     for path in [ROOT / "README.md", *PAGES]:
         assert re.search(begin, TEXTS[path], re.MULTILINE) is None, path.name
+
+
+def test_files_that_are_named_are_there():
+    folders = [ROOT, PACKAGE, PACKAGE / "attention_server"]
+    for path in PAGES:
+        named = set(re.findall(r"\b(?:[\w.]+/)+[\w.]+\.(?:py|sh|yaml)\b", TEXTS[path]))
+        gone = [name for name in named if not any((folder / name).exists() for folder in folders)]
+        assert not gone, f"{path.name} names {gone}"
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from deepspeed_distca.attention_server.coordination.watch import backward_of_layer
@@ -61,7 +63,16 @@ def refuse_second_order() -> None:
 
 class _CoreAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, plan: LayerPlan, spec: AttentionSpec, kernel: Kernel, kept):
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: LayerPlan,
+        spec: AttentionSpec,
+        kernel: Kernel,
+        kept: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         if kept is None:
             steps = ForwardSteps(plan, spec, kernel)
@@ -76,7 +87,7 @@ class _CoreAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         refuse_second_order()
         with backward_of_layer(ctx.plan.watch):
             q, k, v, out, lse = ctx.saved_tensors

@@ -17,6 +17,7 @@ lies between them, in the exact reverse order, the same on every rank, without a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
@@ -145,14 +146,16 @@ class _Layer:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, token, layer: _Layer, nano: int):
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: torch.Tensor, layer: _Layer, nano: int
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.layer, ctx.nano = layer, nano
         layer.forward.dispatch(nano, q, k, v)
         return token.view_as(token)
 
     @staticmethod
-    def backward(ctx, dtoken):
+    def backward(ctx: Any, dtoken: Any) -> tuple[Any, ...]:
         with backward_of_layer(ctx.layer.plan.watch, last=ctx.nano == 0):
             dq, dk, dv = ctx.layer.backward.gradients(ctx.nano)
         if ctx.nano == 0:
@@ -162,14 +165,14 @@ class _Dispatch(torch.autograd.Function):
 
 class _Serve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, token, layer: _Layer, nano: int):
+    def forward(ctx: Any, token: torch.Tensor, layer: _Layer, nano: int) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.layer, ctx.nano = layer, nano
         layer.forward.serve(nano)
         return token.view_as(token)
 
     @staticmethod
-    def backward(ctx, dtoken):
+    def backward(ctx: Any, dtoken: Any) -> tuple[Any, ...]:
         with backward_of_layer(ctx.layer.plan.watch, last=False):
             ctx.layer.backward.serve(ctx.nano)
         return dtoken, None, None
@@ -177,7 +180,7 @@ class _Serve(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, token, layer: _Layer, nano: int):
+    def forward(ctx: Any, token: torch.Tensor, layer: _Layer, nano: int) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.layer, ctx.nano = layer, nano
         q, k, v, out, lse = layer.forward.collect(nano)
@@ -187,7 +190,7 @@ class _Collect(torch.autograd.Function):
         return out, lse, token.view_as(token)
 
     @staticmethod
-    def backward(ctx, dout, dlse, dtoken):
+    def backward(ctx: Any, dout: Any, dlse: Any, dtoken: Any) -> tuple[Any, ...]:
         refuse_second_order()
         layer = ctx.layer
         q, k, v, out, lse = ctx.saved_tensors
@@ -204,24 +207,25 @@ class _Recomputed(torch.autograd.Function):
     """Stands for Collect in recomputation: saves the same five tensors, for Collect's own backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, out, lse):
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, out, lse = tensors
         # A Function must return tensors of its own: views of what was kept.
         out, lse = out.view_as(out), lse.view_as(lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx: Any, dout: Any, dlse: Any) -> NoReturn:
         raise OverlapError("the graph of a recomputation was run backward; it only gives back what was saved")
 
 
 class _Close(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, token, *tensors):
+    def forward(ctx: Any, token: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         return (*(t.view_as(t) for t in tensors), token.view_as(token))
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         *dtensors, dtoken = gradients
         return (dtoken, *dtensors)

@@ -70,9 +70,9 @@ def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 if triton is not None:
-
+    # Triton would take annotations for types of its own.
     @triton.jit
-    def _dots(a, b, out, n, dim: tl.constexpr, columns: tl.constexpr, block: tl.constexpr):
+    def _dots(a, b, out, n, dim: tl.constexpr, columns: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
         rows = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         cols = tl.arange(0, columns)
         at = rows[:, None] * dim + cols[None, :]

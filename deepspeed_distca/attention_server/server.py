@@ -205,13 +205,13 @@ class AttentionServer:
         }
         return StepPlan(plans, self._kernel)
 
-    def _kernel(self, q, k, v, spec: AttentionSpec) -> Kernel:
+    def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Kernel:
         """Of a layer whose attention begins."""
         if self._watch is not None:
             self._watch.attending()
         return TimedKernel(self._untimed(q, k, v, spec), self._timer)
 
-    def _untimed(self, q, k, v, spec: AttentionSpec) -> Kernel:
+    def _untimed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Kernel:
         key = (q.device, q.dtype, q.shape[1:], k.shape[1:], v.shape[1:], spec)
         if key not in self._kernels:
             self._kernels[key] = select_kernel(

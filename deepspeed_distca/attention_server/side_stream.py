@@ -88,7 +88,7 @@ class BorrowedMemory(TorchFunctionMode):
         self._owner = owner
         self._kept: list[torch.Tensor] = []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         make = _MAKERS.get(func)
         if make is None:

@@ -75,7 +75,9 @@ class FirstForward:
             raise UnsupportedModelError(f"{kind} masks by {rule.fault}. {_DISABLE}")
         return True
 
-    def mask_rule(self, mask_function, q_length: int, kv_length: int, device=None, **arguments: Any) -> torch.Tensor:
+    def mask_rule(
+        self, mask_function: Any, q_length: int, kv_length: int, device: Any = None, **arguments: Any
+    ) -> torch.Tensor:
         """Looks at the rule of a mask, and returns a token for it that goes to the layers in the mask's place."""
         window = arguments.get("local_size")
         rows = torch.linspace(0, q_length - 1, min(_ROWS, q_length), device=device).long().unique()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isqrt
 
 import numpy as np
@@ -73,7 +74,7 @@ class Cuts:
         x = -((self._tail - root) // (2 * self._pair))
         return -(-x // self._granularity) * self._granularity
 
-    def _search(self, start: int, end: int, holds) -> int:
+    def _search(self, start: int, end: int, holds: Callable[[int], bool]) -> int:
         """The last multiple of the granularity in (start, end) at which `holds`, true and then false, is true; the
         multiple at or below `start` where it never is."""
         low, high = start // self._granularity, -(-end // self._granularity)

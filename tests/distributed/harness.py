@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import faulthandler
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,10 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds after which processes that did nothing hang.
 QUIET = 60
+#: Ports of a worker, and the first of all.
+_PORTS, _FIRST_PORT = 2000, 12000
+#: From a place of this process's own, in case of another session beside this one.
+_NUMBERS = itertools.count(os.getpid() * 37 % _PORTS)
 
 
 def slowness() -> float:
@@ -44,9 +50,16 @@ def slowness() -> float:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port for a process group, another one at every call. Not one that the system chooses: it gives the same to any
+    connection that is opened before the port is used, of which tests that run beside this one have many. These are
+    below those, and each worker of pytest-xdist has its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for number in itertools.islice(_NUMBERS, _PORTS):
+        port = _FIRST_PORT + worker % 10 * _PORTS + number % _PORTS
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"none of worker {worker}'s {_PORTS} ports from {_FIRST_PORT} on is free")
 
 
 def run_program(

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from deepspeed_distca.attention_server.coordination.errors import RankFailedError, is_connection_error
+from deepspeed_distca.attention_server.coordination.messages import Messenger
 from deepspeed_distca.attention_server.coordination.position import Position, Unchanged
 from deepspeed_distca.attention_server.coordination.signs import Sign, reason_of_waiting
 from deepspeed_distca.attention_server.coordination.watch import Watch
@@ -97,3 +99,29 @@ def test_nobody_waits_for_a_rank_that_was_detached() -> None:
 def test_for_how_long_a_value_has_been_the_same() -> None:
     same = Unchanged(0.5)
     assert [same.seconds(value) for value in "aaabbba"] == [0, 0.5, 1, 0, 0.5, 1, 0]
+
+
+class Work:
+    """A collective of torch's that takes some looks, and fails in the end or not. The last look is over just before it
+    is."""
+
+    def __init__(self, looks: int, failure: str | None) -> None:
+        self.looks, self.failure = looks, failure
+
+    def is_completed(self) -> bool:
+        return self.looks <= 0
+
+    def wait(self, limit: object = None) -> None:
+        self.looks -= 1
+        if limit is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+
+@pytest.mark.parametrize("looks", [0, 1, 5])
+def test_a_collective_that_is_over_right_after_a_look_has_not_failed(looks: int) -> None:
+    messenger = Messenger(None, SimpleNamespace(left_by_others=lambda seconds: None))
+    messenger._wait(Work(looks, None))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        messenger._wait(Work(looks, "Connection closed by peer"))

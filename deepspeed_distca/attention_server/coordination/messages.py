@@ -9,7 +9,7 @@ would end a process instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import TypeVar
@@ -190,11 +190,9 @@ class Messenger:
     def _wait(self, work: dist.Work) -> None:
         while self._watch is not None and not work.is_completed():
             self._raise_if_left()
-            try:
+            # It may be over between the end of the look and any question about it: a failure is raised again below.
+            with suppress(RuntimeError):
                 work.wait(_LOOK)
-            except RuntimeError:
-                if work.is_completed():
-                    raise  # not for want of time
         work.wait()
 
     @contextmanager

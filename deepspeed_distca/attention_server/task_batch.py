@@ -96,12 +96,6 @@ class TaskBatch:
         return spans
 
     @cached_property
-    def key_gaps(self) -> list[slice]:
-        """The key rows of no task."""
-        borders = [0, *(row for span in self.key_spans for row in (span.start, span.stop)), self.k_rows]
-        return [slice(a, b) for a, b in zip(borders[::2], borders[1::2], strict=True) if a < b]
-
-    @cached_property
     def key_overlap(self) -> tuple[int, int] | None:
         """Two tasks that share a key row, or None."""
         order = np.argsort(self.k_start, kind="stable")

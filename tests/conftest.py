@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="of the tests marked `ranks` run those marked `quick` alone")
 
 
+@pytest.hookimpl(optionalhook=True)  # a GPU machine may be without pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Tests go to pytest-xdist's workers one by one, those of a file with fixtures of module scope all to the same.
     (Its own way of saying so, ``xdist_group``, has no effect with pytest 9.2.)"""

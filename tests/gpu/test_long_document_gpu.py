@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 @pytest.mark.timeout(200)
 def test_document_of_two_ranks() -> None:
-    results = run_ranks("tests.gpu.long_document_worker:check", 2, timeout=190, accelerator="cuda")
+    results = run_ranks("tests.gpu.long_document_worker:check", 2, accelerator="cuda")
     for outcomes in results:
         assert set(outcomes) == {"contiguous", "head-tail", "budgets"}
         for placement, outcome in outcomes.items():

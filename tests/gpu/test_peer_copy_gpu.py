@@ -26,7 +26,6 @@ def test_random_messages(world: int, staging_mib: int) -> None:
     results = run_ranks(
         "tests.gpu.peer_copy_worker:check",
         world,
-        timeout=150,
         accelerator="cuda",
         staging_mib=staging_mib,
         iterations=30 if shared else 200,
@@ -44,7 +43,6 @@ def test_core_attention(world: int, staging_mib: int) -> None:
     results = run_ranks(
         "tests.gpu.core_attention_worker:check",
         world,
-        timeout=200,
         accelerator="cuda",
         kernel=kernel,
         exchange="peer_copy",
@@ -64,7 +62,7 @@ def test_bench(world: int) -> None:
     """Prints bandwidth and the slow-down of matrix products; holds peer copies to nothing but being no hindrance."""
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    result = run_ranks("tests.gpu.peer_copy_worker:bench", world, timeout=100, accelerator="cuda")[0]
+    result = run_ranks("tests.gpu.peer_copy_worker:bench", world, accelerator="cuda")[0]
     for name, value in result.items():
         print(f"{name}: {value}")
     assert result["peer_copy"]["slow-down of the products"] < 0.5

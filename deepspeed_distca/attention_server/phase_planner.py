@@ -96,16 +96,17 @@ class PhasePlanner:
         """See :meth:`PlanOptions.speeds`."""
         return self._options.speeds(servers)
 
-    def last_load(self, planned: PlannedPhase, loads: np.ndarray) -> float:
+    def last_load(self, weights: tuple[int, ...] | None, loads: np.ndarray) -> float:
         """The load, in the unit of loads, that is to be compared with the mean: the largest. With weights it is the
         mean and by how much the server that is last exceeds what it was to have, at its speed; so it is the mean
         where a plan is followed exactly, however unequal the parts.
 
         Args:
-            loads: of a phase of this planner, as planned or with everything at home, int64 [num_ranks].
+            weights: of a phase of this planner.
+            loads: of it, as planned or with everything at home, int64 [num_ranks].
         """
-        if planned.weights is None:
+        if weights is None:
             return float(loads.max())
-        weights = np.array(planned.weights, dtype=np.float64)
-        intended = int(loads.sum()) * (weights / weights.sum())
+        parts = np.array(weights, dtype=np.float64)
+        intended = int(loads.sum()) * (parts / parts.sum())
         return float(loads.mean() + ((loads - intended) / self.speeds(len(loads))).max())

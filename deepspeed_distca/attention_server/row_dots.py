@@ -20,24 +20,25 @@ _ROWS = 4096
 _BLOCK = 64
 
 
-def row_dots(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def row_dots(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
     """rowsum(a * b) over the last dimension, in fp32 at least.
 
     Args:
-        a, b: [rows, heads, dim], of one dtype.
+        a, b: [T, heads, dim], of one dtype.
+        rows: int64 [n], of which rows; None: all of them, n = T.
 
     Returns:
-        [heads, rows], a transposed view.
+        [heads, n], a transposed view.
     """
-    dtype = torch.promote_types(a.dtype, torch.float32)
-    if a.is_cuda and dtype == torch.float32 and a.is_contiguous() and b.is_contiguous() and _fused.usable:
-        out = a.new_empty(a.shape[:2], dtype=dtype)
-        if _fused(a, b, out):
-            return out.t()
-    out = a.new_empty(a.shape[:2], dtype=dtype)
-    for i in range(0, len(a), _ROWS):
+    dtype, n = torch.promote_types(a.dtype, torch.float32), len(a) if rows is None else len(rows)
+    out = a.new_empty((n, a.shape[1]), dtype=dtype)
+    fits = a.is_cuda and dtype == torch.float32 and a.is_contiguous() and b.is_contiguous()
+    if fits and _fused.usable and _fused(a, b, out, rows):
+        return out.t()
+    for i in range(0, n, _ROWS):
         part = slice(i, i + _ROWS)
-        torch.sum(a[part].to(dtype) * b[part], dim=-1, out=out[part])
+        which = part if rows is None else rows[part]
+        torch.sum(a[which].to(dtype) * b[which], dim=-1, out=out[part])
     return out.t()
 
 
@@ -48,12 +49,12 @@ class _Fused:
     def __init__(self) -> None:
         self.usable = triton is not None
 
-    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-        """Fills out [rows, heads] and says whether it could."""
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None) -> bool:
+        """Fills out [n, heads] and says whether it could."""
         if not out.numel():
             return True
         try:
-            launch(a, b, out)
+            launch(a, b, out, rows)
         except Exception as error:  # whatever Triton or its compiler complain of: PyTorch's way is as exact
             logger.warning("distca: Triton cannot be used here (%s); rows are multiplied by PyTorch", error)
             self.usable = False
@@ -63,20 +64,36 @@ class _Fused:
 _fused = _Fused()
 
 
-def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """The Triton kernel: a and b [rows, heads, dim] and out fp32 [rows, heads], all contiguous."""
-    dim = a.shape[-1]
-    _dots[(triton.cdiv(out.numel(), _BLOCK),)](a, b, out, out.numel(), dim, triton.next_power_of_2(dim), _BLOCK)
+def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    """The Triton kernel: a and b [T, heads, dim], out fp32 [n, heads] and rows int64 [n], all contiguous."""
+    _, heads, dim = a.shape
+    grid = (triton.cdiv(out.numel(), _BLOCK),)
+    given, indexed = (a, False) if rows is None else (rows, True)
+    _dots[grid](a, b, out, given, out.numel(), heads, dim, triton.next_power_of_2(dim), _BLOCK, indexed)
 
 
 if triton is not None:
     # Triton would take annotations for types of its own.
     @triton.jit
-    def _dots(a, b, out, n, dim: tl.constexpr, columns: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        rows = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    def _dots(  # type: ignore[no-untyped-def]
+        a,
+        b,
+        out,
+        rows,
+        n,
+        heads: tl.constexpr,
+        dim: tl.constexpr,
+        columns: tl.constexpr,
+        block: tl.constexpr,
+        indexed: tl.constexpr,
+    ):
+        to = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        source = to
+        if indexed:
+            source = tl.load(rows + to // heads, mask=to < n, other=0) * heads + to % heads
         cols = tl.arange(0, columns)
-        at = rows[:, None] * dim + cols[None, :]
-        mask = (rows < n)[:, None] & (cols < dim)[None, :]
+        at = source[:, None] * dim + cols[None, :]
+        mask = (to < n)[:, None] & (cols < dim)[None, :]
         x = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
         y = tl.load(b + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + rows, tl.sum(x * y, axis=1), mask=rows < n)
+        tl.store(out + to, tl.sum(x * y, axis=1), mask=to < n)

@@ -31,7 +31,10 @@ from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, Phase
 from deepspeed_distca.scheduler.routes import RouteCompiler
-from deepspeed_distca.scheduler.tasks import home_tasks
+from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
+
+#: Of a planned phase, what statistics need: layers, weights, tasks, and bytes that each rank sends.
+Noted = tuple[int, tuple[int, ...] | None, Tasks, np.ndarray]
 
 #: Which micro-batches are divided into two nano-batches (see ``overlap``): none, those in which rows move, or all.
 NanoBatches = Literal["never", "moved", "always"]
@@ -87,6 +90,7 @@ class AttentionServer:
         self._statistics = StepStatistics()
         self._statistics_step: int | None = None
         self._loads: dict[str, float] = {}
+        self._noted: list[list[Noted]] = []  # of micro-batches that are still to be added up
 
     @property
     def stats(self) -> StepStatistics:
@@ -97,6 +101,9 @@ class AttentionServer:
     @property
     def planned(self) -> StepStatistics:
         """The same as planned, with what was measured in the step before only: never waits for the device."""
+        noted, self._noted = self._noted, []
+        for phases in noted:
+            self._add_up(phases)
         s = self._statistics
         s.previous_server_seconds, s.previous_exposed_seconds = self._timer.previous
         return s
@@ -227,26 +234,31 @@ class AttentionServer:
         return self._kernels[key]
 
     def _note(self, planned: list[PlannedPhase], milliseconds: float, micro_batches: int) -> None:
+        """Takes down what was planned. It is added up when it is asked for: a device may be waiting for the plan."""
         step = self._step()
         if step != self._statistics_step:
             self._statistics, self._statistics_step = StepStatistics(), step
             self._timer.reset()
             self._loads = dict.fromkeys(("max_before", "max_after", "mean_before", "mean_after"), 0.0)
+            self._noted = []
+        self._statistics.planning_ms += milliseconds
+        self._statistics.micro_batches += micro_batches
+        self._noted.append([(p.layers, p.weights, p.tasks, p.sent) for p in planned])
+
+    def _add_up(self, noted: list[Noted]) -> None:
         s, total = self._statistics, self._loads
-        sent = np.sum([p.sent for p in planned], axis=0)
+        sent = np.sum([sent for *_, sent in noted], axis=0)
         seconds = np.zeros(len(sent))
         speeds = self._planner.speeds(len(sent))
-        for p in planned:
-            for when, loads in (("before", p.tasks.loads_before), ("after", p.tasks.loads)):
-                total[f"max_{when}"] += p.layers * self._planner.last_load(p, loads)
-                total[f"mean_{when}"] += p.layers * float(loads.mean())
-            seconds += p.layers * self._cost.seconds(p.tasks.loads) / speeds
+        for layers, weights, tasks, _ in noted:
+            for when, loads in (("before", tasks.loads_before), ("after", tasks.loads)):
+                total[f"max_{when}"] += layers * self._planner.last_load(weights, loads)
+                total[f"mean_{when}"] += layers * float(loads.mean())
+            seconds += layers * self._cost.seconds(tasks.loads) / speeds
         s.balance_before = total["max_before"] / total["mean_before"] if total["mean_before"] else 1.0
         s.balance_after = total["max_after"] / total["mean_after"] if total["mean_after"] else 1.0
         s.bytes_sent += int(sent[self._server])
         s.bytes_sent_max = max(s.bytes_sent_max, int(sent.max()))
         s.bytes_sent_mean += float(sent.mean())
-        s.planning_ms += milliseconds
         previous = s.predicted_server_seconds or [0.0] * len(seconds)
         s.predicted_server_seconds = [a + b for a, b in zip(previous, seconds.tolist(), strict=True)]
-        s.micro_batches += micro_batches

@@ -11,11 +11,12 @@ advance, and a rank that is early does not wait for one that is late while it ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from deepspeed_distca.attention_server.borrowed import Lender
 
 Result = TypeVar("Result")
 
@@ -37,19 +38,23 @@ class SideStream:
             return away()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)
-        side, caller = self._streams[device], torch.cuda.current_stream(device)
+        side, caller = self._streams[device], torch.cuda.current_stream(device.index)
         side.wait_stream(caller)
-        memory = BorrowedMemory(lambda: torch.cuda.stream(caller))
+        lender = Lender(caller, side)
         try:
             # First: whatever memory is free by now is free behind the point that the side stream waits for. What the
             # tasks at home free, though, is free behind their kernels only.
-            with torch.cuda.stream(side), memory if _can_borrow() else nullcontext():
-                result = away()
+            torch.cuda.set_stream(side)
+            try:
+                with lender if _can_borrow() else nullcontext():
+                    result = away()
+            finally:
+                torch.cuda.set_stream(caller)
             at_home()
         finally:
             # Also after an error: what is unwound goes back to the caller's memory while the side stream is at work.
             caller.wait_stream(side)
-            memory.release()
+            lender.release()
         return result
 
 
@@ -59,46 +64,3 @@ def _can_borrow() -> bool:
     deterministic: Any = torch.utils.deterministic  # replaces itself by an object: no checker sees that
     fills = torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory
     return not fills and torch.cuda.memory.get_allocator_backend() == "native"
-
-
-#: Calls that make tensors without a value, or of zeros, each with the one that makes the like without a value.
-_MAKERS: dict[Any, Callable[..., torch.Tensor]] = {
-    torch.empty: torch.empty,
-    torch.empty_like: torch.empty_like,
-    torch.Tensor.new_empty: torch.Tensor.new_empty,
-    torch.zeros: torch.empty,
-    torch.zeros_like: torch.empty_like,
-    torch.Tensor.new_zeros: torch.Tensor.new_empty,
-}
-
-
-class BorrowedMemory(TorchFunctionMode):
-    """Within it tensors are made of the memory of another stream.
-
-    torch's allocator keeps the memory of each stream for itself. A stream that works for some micro-batches only would
-    hold the most that any of them ever asked of it, while the caller's has that much to spare at the time. Seen are
-    calls from Python, such as flash-attn-4's for its work buffers; what a library makes in C++ is not.
-
-    Args:
-        owner: a context in which the other stream is current.
-    """
-
-    def __init__(self, owner: Callable[[], AbstractContextManager[Any]]) -> None:
-        super().__init__()
-        self._owner = owner
-        self._kept: list[torch.Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        make = _MAKERS.get(func)
-        if make is None:
-            return func(*args, **kwargs)
-        with self._owner():
-            tensor = make(*args, **kwargs)
-        self._kept.append(tensor)
-        # Filled here: on the other stream it could be filled too late.
-        return tensor if make is func else tensor.zero_()
-
-    def release(self) -> None:
-        """Lets go of the tensors, which it keeps until then: the owner must be behind what was done with them."""
-        self._kept.clear()

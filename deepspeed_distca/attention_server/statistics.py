@@ -93,11 +93,11 @@ class DeviceTimer:
 
     def kernel(self, tensor: torch.Tensor) -> _Timing:
         """A context in which kernels run on the tensor's device."""
-        return _Timing(self._now.kernels, tensor.is_cuda)
+        return _Timing(self._now.kernels, tensor)
 
     def wait(self, tensor: torch.Tensor) -> _Timing:
         """A context in which the current stream waits for others."""
-        return _Timing(self._now.waits, tensor.is_cuda)
+        return _Timing(self._now.waits, tensor)
 
 
 #: A time of the host in seconds, or an event of the device.
@@ -151,8 +151,9 @@ def _length(intervals: list[tuple[float, float]]) -> float:
 
 
 class _Timing:
-    def __init__(self, intervals: list[Interval], on_gpu: bool) -> None:
-        self._intervals, self._on_gpu = intervals, on_gpu
+    def __init__(self, intervals: list[Interval], tensor: torch.Tensor) -> None:
+        # Of the device alone: the tensor must not live longer than an exchange does.
+        self._intervals, self._gpu = intervals, tensor.get_device() if tensor.is_cuda else None
 
     def __enter__(self) -> None:
         self._start = self._now()
@@ -161,10 +162,10 @@ class _Timing:
         self._intervals.append((self._start, self._now()))
 
     def _now(self) -> Moment:
-        if not self._on_gpu:
+        if self._gpu is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._gpu))  # torch is slow to find out the device by itself
         return event
 
 
@@ -246,7 +247,6 @@ class _TimedExpected:
 class _TimedPending:
     def __init__(self, pending: Pending, timer: DeviceTimer, like: torch.Tensor) -> None:
         self._pending: Pending | None = pending
-        # Of the device alone: the tensor must not live longer than the exchange.
         self._interval = timer.wait(like)
 
     def wait(self) -> None:

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import torch
 
+from deepspeed_distca.attention_server import borrowed
 from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, NoExchange, Pending
 from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel
@@ -36,7 +37,6 @@ from deepspeed_distca.attention_server.transfers import (
     consecutive,
     dispatch,
     give_back,
-    moved_delta,
     take_back,
 )
 
@@ -239,8 +239,10 @@ class BackwardSteps(_Steps):
         if p.is_local:
             return
         rows = p.returned_rows(q.device)
-        moved = moved_delta(dout, given.out, p.returned, q.shape[1]) if delta is None else delta[:, rows].t()
-        stats = torch.stack([given.lse[:, rows].t(), moved], dim=1)  # [rows, 2, q_heads]
+        stats = given.lse.new_empty((len(rows), 2, q.shape[1]))
+        if len(rows):
+            stats[:, 0] = given.lse.index_select(1, rows).t()
+            stats[:, 1] = (row_dots(dout, given.out, rows) if delta is None else delta.index_select(1, rows)).t()
         if not self._work:
             self._make_work([q, dout, stats], [k, v])
         q_work, dout_work, stats_work, k_work, v_work = self._work
@@ -346,7 +348,7 @@ def serve_backward(
     """
     q, dout, stats, k, v = work
     lse, delta = (_transposed(t) for t in stats.unbind(1))
-    dq, inputs = torch.empty_like(q), BackwardInputs(q, k, v, dout, lse, delta=delta)
+    dq, inputs = borrowed.empty_like(q), BackwardInputs(q, k, v, dout, lse, delta=delta)
 
     def run(tasks: TaskBatch, dk: torch.Tensor, dv: torch.Tensor) -> None:
         kernel.backward(inputs, tasks, spec, Gradients(dq, dk, dv))
@@ -368,12 +370,12 @@ class WorkspaceGradients:
         # One addition is computed in fp32 and rounded once in any case; a sum of more is kept in fp32.
         self._in_place = self._sums.most <= 2 or wide == dtype
         if self._in_place:
-            self.totals = tuple(torch.empty_like(t, dtype=dtype) for t in (k, v))
+            self.totals = tuple(borrowed.empty_like(t, dtype=dtype) for t in (k, v))
             for gap in self._sums.gaps:
                 for total in self.totals:
                     total[gap].zero_()
         else:
-            self.totals = tuple(torch.zeros_like(t, dtype=wide) for t in (k, v))
+            self.totals = tuple(borrowed.zeros_like(t, dtype=wide) for t in (k, v))
         self._apart: tuple[torch.Tensor, ...] = ()
 
     def add(self, part: int, run: Callable[[TaskBatch, torch.Tensor, torch.Tensor], None]) -> None:
@@ -383,7 +385,7 @@ class WorkspaceGradients:
                 run(tasks, *self.totals)
                 continue
             if not self._apart:
-                self._apart = tuple(torch.empty_like(t, dtype=self._dtype) for t in self.totals)
+                self._apart = tuple(borrowed.empty_like(t, dtype=self._dtype) for t in self.totals)
             run(tasks, *self._apart)
             for total, contribution in zip(self.totals, self._apart, strict=True):
                 for span in tasks.key_spans:
@@ -391,10 +393,10 @@ class WorkspaceGradients:
 
 
 def _transposed(x: torch.Tensor) -> torch.Tensor:
-    """Its transpose, contiguous. Made empty first: see :class:`~.side_stream.BorrowedMemory`."""
-    return x.new_empty(x.shape[::-1]).copy_(x.t())
+    """Its transpose, contiguous."""
+    return borrowed.empty_like(x.t(), memory_format=torch.contiguous_format).copy_(x.t())
 
 
 def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In another dtype; made empty first, as above."""
-    return x if x.dtype == dtype else torch.empty_like(x, dtype=dtype).copy_(x)
+    """In another dtype."""
+    return x if x.dtype == dtype else borrowed.empty_like(x, dtype=dtype).copy_(x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows on their way: the messages of a plan's runs, what is added up at home, and what a row needs in backward."""
+"""Rows on their way: the messages of a plan's runs, and what is added up at home."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, Pending, Round
 from deepspeed_distca.attention_server.rank_plan import RankPlan, Run
-from deepspeed_distca.attention_server.row_dots import row_dots
 
 
 def send(home: torch.Tensor, runs: list[Run]) -> Messages:
@@ -83,16 +82,6 @@ def dispatch(
         for run, (_, row) in zip(p.q_keep, rows[len(p.q_out) :], strict=True):
             stats[1][run.at_work].copy_(row)
     return pending
-
-
-def stats_dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
-
-
-def moved_delta(dout: torch.Tensor, out: torch.Tensor, runs: list[Run], heads: int) -> torch.Tensor:
-    """delta of the rows that other servers, or this rank's workspace, compute: [rows, heads]."""
-    parts = [row_dots(dout[run.at_home], out[run.at_home]).t() for run in runs]
-    return torch.cat(parts) if parts else out.new_empty((0, heads), dtype=stats_dtype(out))
 
 
 def add_rows(home: torch.Tensor, span: slice, rows: torch.Tensor) -> None:

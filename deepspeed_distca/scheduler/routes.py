@@ -34,6 +34,7 @@ FEWEST_MESSAGES = {phase: sum(counts) for phase, counts in _MESSAGES.items()}
 
 #: Of one kind of rows in all.
 _MAX_BYTES = 2**61
+_NONE = np.zeros(0, dtype=np.int64)
 
 TaskCost = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
@@ -120,7 +121,7 @@ class RouteCompiler:
         tasks = tasks[sort_rows(tasks[:, SERVER], tasks[:, TASK_DOCUMENT], tasks[:, Q_START])]
         self._split(index, tasks)
         self._place(index)
-        self._kv_source = relays(self._kv_runs, layout.num_ranks, rule)
+        self._kv_source = relays(self._kv_runs, layout.num_ranks, rule) if len(self._kv_runs) else _NONE
 
     def _split(self, index: _SegmentIndex, tasks: np.ndarray) -> None:
         """Which tasks run in place: keys and queries in one segment of the server's own, the first of its document."""
@@ -141,6 +142,10 @@ class RouteCompiler:
     def _place(self, index: _SegmentIndex) -> None:
         """Gives every workspace task its rows and lists the runs that fill the workspaces."""
         t = self._remote
+        if not len(t):  # small steps wait for a plan: nothing is worked out for nothing
+            self._q_runs = self._kv_runs = np.zeros((0, 5), dtype=np.int64)
+            self._q_work = self._k_work = self._wave = _NONE
+            return
         server, document = t[:, SERVER], t[:, TASK_DOCUMENT]
         self._q_work = _rows_within(server, t[:, Q_END] - t[:, Q_START])
         which, home, home_row, offset, rows = index.pieces(document, t[:, Q_START], t[:, Q_END])
@@ -152,16 +157,14 @@ class RouteCompiler:
         s, d, lo, hi = server[order], document[order], t[order, K_START], t[order, Q_END]
         new_group = np.ones(len(t), dtype=bool)
         new_group[1:] = (s[1:] != s[:-1]) | (d[1:] != d[:-1])
-        reach = hi.copy()  # the furthest end so far within the group
-        if len(t):
-            lift = np.cumsum(new_group) * (int(hi.max()) + 1)
-            reach = np.maximum.accumulate(hi + lift) - lift
+        lift = np.cumsum(new_group) * (int(hi.max()) + 1)
+        reach = np.maximum.accumulate(hi + lift) - lift  # the furthest end so far within the group
         new = new_group.copy()
         new[1:] |= lo[1:] > reach[:-1]
         interval = np.cumsum(new) - 1
         first = np.flatnonzero(new)
         last = np.append(first[1:], len(t)) - 1
-        i_server, i_document, i_lo, i_hi = s[first], d[first], lo[first], reach[last] if len(t) else hi
+        i_server, i_document, i_lo, i_hi = s[first], d[first], lo[first], reach[last]
         i_row = _rows_within(i_server, i_hi - i_lo)
         which, home, home_row, offset, rows = index.pieces(i_document, i_lo, i_hi)
         self._kv_runs = np.stack([i_server[which], home, home_row, i_row[which] + offset, rows], axis=1)
@@ -169,7 +172,7 @@ class RouteCompiler:
         self._k_work = np.empty(len(t), dtype=np.int64)
         self._k_work[order] = i_row[interval] + lo - i_lo[interval]
         self._wave = np.empty(len(t), dtype=np.int64)
-        self._wave[order] = np.arange(len(t)) - first[interval] if len(t) else 0
+        self._wave[order] = np.arange(len(t)) - first[interval]
 
     def relayed(self) -> np.ndarray:
         """Relayed runs, int64 [num_runs, 6]: (server, relay, home, row in the relay's workspace, row in the server's,
@@ -245,8 +248,12 @@ class RouteCompiler:
             t[:, K_START] + shift,
             t[:, Q_END] - t[:, K_START],
         )
-        order = np.argsort(local.q_start, kind="stable")
-        local = local.take(order)
+        local = local.take(np.argsort(local.q_start, kind="stable"))
+        home_rows = int(self._home_rows[rank])
+        if not len(self._remote):
+            none, nobody = np.zeros((0, 4), dtype=np.int64), np.zeros(0, dtype=bool)
+            tasks = TaskRanges(_NONE, _NONE, _NONE, _NONE)
+            return Routes(rank, home_rows, local, tasks, (), 0, 0, *(none,) * 4, nobody, nobody, none, none)
 
         mine = self._remote[:, SERVER] == rank
         t = self._remote[mine]
@@ -264,7 +271,7 @@ class RouteCompiler:
         direct, relayed = self._kv_source < 0, self.relayed()
         return Routes(
             rank=rank,
-            home_rows=int(self._home_rows[rank]),
+            home_rows=home_rows,
             local=local,
             remote=remote,
             waves=waves,

@@ -15,7 +15,7 @@ import numpy as np
 
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
-from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel, Phase
+from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel, Phase, pairs
 from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, RouteCompiler
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks
@@ -104,7 +104,7 @@ class Worth:
             self._cost,
             phase=self._phase,
             window=self._window,
-            tolerance=self._options.tolerance,
+            tolerance=self.tolerance() if frugal else self._options.tolerance,
             granularity=self._options.granularity,
             max_received_rows=self._options.max_received_rows,
             server_weights=self.weights,
@@ -115,6 +115,18 @@ class Worth:
         saved = self.before - self.seconds(compiler)
         pays = saved >= self.price(int(compiler.messages(self._phase).max()))
         return (tasks, compiler) if pays else (self.home, at_home)
+
+    def tolerance(self) -> float:
+        """Of a balance that is to pay: the one given, or half a granule of the longest document where that is more
+        than twice as much, in small micro-batches. There one cut comes as near as any, and further ranges that make up
+        for what is left cost more, in messages and calls of the kernel, than they save.
+        """
+        last = int(self.home.rows[:, Q_END].max(initial=0))
+        terms, granule = self._cost.phase(self._phase), min(last, self._options.granularity)
+        cost = terms.pair * pairs(last - granule, last, self._window) + terms.query_row * granule
+        total = int(self.home.loads.sum())
+        half = cost * len(self.home.loads) / (2 * total) if total else 0.0
+        return half if half > 2 * self._options.tolerance else self._options.tolerance
 
     def seconds(self, compiler: RouteCompiler) -> float:
         """Predicted seconds of one layer's phase with its transfers, without their :meth:`price`. With speeds it

@@ -21,7 +21,10 @@ def test_products_are_added_exactly(rows: int, dtype: torch.dtype) -> None:
     a, b = (torch.randn(rows, 3, 40, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
     dots = module.row_dots(a, b)
     assert dots.shape == (3, rows) and dots.dtype == torch.promote_types(dtype, torch.float32)
-    assert torch.allclose(dots.double(), (a.double() * b.double()).sum(-1).t(), rtol=1e-5, atol=1e-5)
+    exact = (a.double() * b.double()).sum(-1).t()
+    assert torch.allclose(dots.double(), exact, rtol=1e-5, atol=1e-5)
+    some = torch.randperm(rows, generator=generator)[: rows // 2 + 1]
+    assert torch.allclose(module.row_dots(a, b, some).double(), exact[:, some], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -45,6 +48,10 @@ def interpret() -> None:
             module.launch(a, b, out)
             exact = (a.double() * b.double()).sum(-1)
             assert (out - exact).abs().max() <= 1e-5 * dim, (dtype, rows, heads, dim)
+            some = torch.randperm(rows, generator=generator)[: rows // 2 + 1]
+            out = torch.full((len(some), heads), torch.nan)
+            module.launch(a, b, out, some)
+            assert (out - exact[some]).abs().max() <= 1e-5 * dim, (dtype, rows, heads, dim)
 
 
 @pytest.mark.gpu
@@ -53,4 +60,8 @@ def test_the_fused_kernel_is_used_on_gpus() -> None:
     a, b = (torch.randn(5000, 8, 128, device="cuda").bfloat16() for _ in range(2))
     dots = module.row_dots(a, b)
     assert module._fused.usable
-    assert (dots.t().double() - (a.double() * b.double()).sum(-1)).abs().max() < 1e-3
+    exact = (a.double() * b.double()).sum(-1)
+    assert (dots.t().double() - exact).abs().max() < 1e-3
+    some = torch.randperm(5000, device="cuda")[:777]
+    assert (module.row_dots(a, b, some).t().double() - exact[some]).abs().max() < 1e-3
+    assert module._fused.usable

@@ -88,7 +88,8 @@ class FakeEvent:
         self.reached, self.waited = False, False
         self.made.append(self)
 
-    def record(self) -> None:
+    def record(self, stream: str) -> None:
+        assert stream == "stream of 0"
         self.time = self.times.pop(0)
 
     def query(self) -> bool:
@@ -105,10 +106,14 @@ class FakeEvent:
 class OnDevice:
     is_cuda = True
 
+    def get_device(self) -> int:
+        return 0
+
 
 @pytest.fixture
 def events(monkeypatch) -> type[FakeEvent]:
     monkeypatch.setattr(statistics.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(statistics.torch.cuda, "current_stream", lambda device: f"stream of {device}")
     FakeEvent.made.clear()
     FakeEvent.times.clear()
     return FakeEvent

@@ -214,6 +214,18 @@ def test_the_price_decides_where_the_share_does_not() -> None:
     assert not any(moves(2048, even, phase, free=True) for phase in PHASES)
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_small_steps_are_balanced_by_one_cut(phase) -> None:
+    layout = Layout.from_lengths([[8192], [512] * 16])
+    heads, flops = SIZES[4096]
+    cost = replace(choose(H200, heads, folder=None).cost, moving_forward=MovingCost(), moving_backward=MovingCost())
+    for min_gain, ranges in ((1e-6, 2), (0.0, 3)):  # to pay, and at any price
+        worth = Worth(layout, None, phase, cost, PlanOptions(0.005, 128, min_gain=min_gain), early=True)
+        tasks, _ = worth.spread(RouteCompiler(layout, worth.home.rows))
+        assert (tasks.rows[:, 0] == 0).sum() == ranges
+        assert tasks.loads.max() < 1.02 * tasks.loads.mean()
+
+
 @pytest.mark.parametrize("short", [[4096] * 16, [32768] + [4096] * 8, [65536]])
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_price_changes_nothing_of_long_layers(short, phase) -> None:

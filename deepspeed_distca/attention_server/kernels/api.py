@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from deepspeed_distca.attention_server import borrowed
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 # Flash-attention kernels address a buffer with 32-bit element offsets in places; a larger buffer is refused.
@@ -130,8 +131,9 @@ class Kernel(Protocol):
 
 def new_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a forward call, without a value."""
-    out = q.new_empty((len(q), q.shape[1], v.shape[2]))
-    return out, q.new_empty((q.shape[1], len(q)), dtype=torch.promote_types(q.dtype, torch.float32))
+    rows, heads, _ = q.shape
+    out = borrowed.empty((rows, heads, v.shape[2]), dtype=q.dtype, device=q.device)
+    return out, borrowed.empty((heads, rows), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
 
 def check_shape(name: str, shape: AttentionShape, spec: AttentionSpec) -> None:

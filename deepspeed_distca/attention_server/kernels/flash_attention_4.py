@@ -12,13 +12,16 @@ sets FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 before it is first imported; that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 
+from deepspeed_distca.attention_server import borrowed
 from deepspeed_distca.attention_server.kernels.api import (
     AttentionShape,
     BackwardInputs,
@@ -98,7 +101,7 @@ class FlashAttention4Kernel:
         _check_sizes(self.name, q, v)
         out, lse = new_outputs(q, v) if into is None else into
         if len(tasks):
-            self._library._flash_attn_fwd(
+            self._forward(
                 q,
                 k,
                 v,
@@ -131,7 +134,7 @@ class FlashAttention4Kernel:
             out=None if inputs.out is None else q_rows.take(inputs.out),
             delta=None if inputs.delta is None else q_rows.take(inputs.delta, dim=1),
         )
-        results = Gradients(*(torch.empty_like(x) for x in (packed.q, packed.k, packed.v)))
+        results = Gradients(*(borrowed.empty_like(x) for x in (packed.q, packed.k, packed.v)))
         self._launch_backward(packed, places.ranges, tasks, spec, results)
         q_rows.put(grads.dq, results.dq)
         k_rows.put(grads.dk, results.dk)
@@ -151,9 +154,9 @@ class FlashAttention4Kernel:
                 out = out_from_delta(dout, delta)
             else:
                 # The library forms rowsum(dout * out) - dlse: with out = 0 and dlse = -delta that is delta, exactly.
-                out = torch.zeros_like(dout)
-                dlse = torch.neg(delta, out=torch.empty_like(delta, dtype=torch.float32))
-        self._library._flash_attn_bwd(
+                out = borrowed.zeros_like(dout)
+                dlse = torch.neg(delta, out=borrowed.empty_like(delta, dtype=torch.float32))
+        self._backward(
             q,
             k,
             v,
@@ -169,6 +172,14 @@ class FlashAttention4Kernel:
             dv=grads.dv,
             dlse=dlse,
         )
+
+    @cached_property
+    def _forward(self) -> Callable[..., Any]:
+        return borrowed.borrowing(self._library._flash_attn_fwd)
+
+    @cached_property
+    def _backward(self) -> Callable[..., Any]:
+        return borrowed.borrowing(self._library._flash_attn_bwd)
 
     @cached_property
     def _library(self) -> ModuleType:

@@ -28,7 +28,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from deepspeed_distca.attention_server.exchange.base import Done, Expected, Messages, Pending, Round
 from deepspeed_distca.attention_server.exchange.peer_copy.rings import divide
@@ -127,9 +126,9 @@ class PeerCopyExchange:
         pulled = packed = None
         held = False
         for i, (out, into) in enumerate(((sends, receives), then or ((), ()))):
-            out, into = ([(peer, _whole(tensor)) for peer, tensor in messages] for messages in (out, into))
-            changed = any(size for _, size in _sizes(out)) and self._change_rings()
-            operations = self._slots.operations(self._rings, _sizes(out), _sizes(into))
+            sizes, expected = _sizes(out), _sizes(into)
+            changed = any(size for _, size in sizes) and self._change_rings()
+            operations = self._slots.operations(self._rings, sizes, expected)
             early = [op for op in operations if op.packs and op.round == 0 and i == 0]
             late = operations[len(early) :]
             if early:
@@ -212,14 +211,12 @@ class PeerCopyExchange:
         return self._memory[sender] + self._header + self._rings.slot(sender, receiver, number)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_contiguous():
-        raise ValueError(f"rows to send or receive must be contiguous, got strides {tensor.stride()}")
-    return tensor
-
-
 def _sizes(messages: Messages) -> list[tuple[int, int]]:
-    return [(peer, tensor.numel() * tensor.element_size()) for peer, tensor in messages]
+    """Peer and bytes of each."""
+    for _, tensor in messages:
+        if not tensor.is_contiguous():
+            raise ValueError(f"rows to send or receive must be contiguous, got strides {tensor.stride()}")
+    return [(peer, tensor.nbytes) for peer, tensor in messages]
 
 
 class _Later:

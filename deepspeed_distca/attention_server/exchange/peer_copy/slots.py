@@ -18,8 +18,9 @@ less.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from deepspeed_distca.attention_server.exchange.peer_copy.rings import ALIGNMENT, Rings
 
@@ -84,25 +85,40 @@ class PeerSlots:
             rings: the same on all ranks.
             sends, receives: peer and bytes of each message; between two ranks both list them in the same order.
         """
-        out, into = rings.slot_bytes[self._rank], [row[self._rank] for row in rings.slot_bytes]
-        both = [
-            *self._chunks(True, sends, self._packed, out, rings.slots),
-            *self._chunks(False, receives, self._pulled, into, rings.slots),
-        ]
-        # Within a round the first chunks of all peers, then the second ones: peers are served side by side.
-        return sorted(both, key=lambda op: (op.round, not op.packs, op.number - op.round * rings.slots))
+        out, into = rings.slot_bytes[self._rank], tuple(row[self._rank] for row in rings.slot_bytes)
+        numbered = []
+        found = _operations(rings.slots, tuple(out), into, tuple(sends), tuple(receives))
+        for op in found:
+            before = (self._packed if op.packs else self._pulled)[op.peer]
+            numbered.append(Operation(op.packs, op.peer, before + op.number, op.round, op.pieces))
+        for op in found:
+            (self._packed if op.packs else self._pulled)[op.peer] += 1
+        return numbered
 
-    def _chunks(
-        self, packs: bool, messages: Sizes, counts: defaultdict[int, int], slot_bytes: Sequence[int], slots: int
-    ) -> Iterable[Operation]:
-        by_peer: dict[int, list[tuple[int, int]]] = {}
-        for message, (peer, size) in enumerate(messages):
-            if size:
-                by_peer.setdefault(peer, []).append((message, size))
-        for peer, mine in by_peer.items():
-            for i, pieces in enumerate(cut(mine, slot_bytes[peer])):
-                yield Operation(packs, peer, counts[peer], i // slots, pieces)
-                counts[peer] += 1
+
+@lru_cache(maxsize=64)  # the layers of a micro-batch exchange the same
+def _operations(
+    slots: int, out: tuple[int, ...], into: tuple[int, ...], sends: Sizes, receives: Sizes
+) -> tuple[Operation, ...]:
+    """See :meth:`PeerSlots.operations`, with chunks numbered from 0.
+
+    Args:
+        slots: of a pair.
+        out, into: bytes of a slot to and from each peer.
+    """
+    both = [*_chunks(True, sends, out, slots), *_chunks(False, receives, into, slots)]
+    # Within a round the first chunks of all peers, then the second ones: peers are served side by side.
+    return tuple(sorted(both, key=lambda op: (op.round, not op.packs, op.number - op.round * slots)))
+
+
+def _chunks(packs: bool, messages: Sizes, slot_bytes: Sequence[int], slots: int) -> Iterator[Operation]:
+    by_peer: dict[int, list[tuple[int, int]]] = {}
+    for message, (peer, size) in enumerate(messages):
+        if size:
+            by_peer.setdefault(peer, []).append((message, size))
+    for peer, mine in by_peer.items():
+        for number, pieces in enumerate(cut(mine, slot_bytes[peer])):
+            yield Operation(packs, peer, number, number // slots, pieces)
 
 
 def cut(messages: Sequence[tuple[int, int]], slot_bytes: int) -> list[tuple[Piece, ...]]:

@@ -87,7 +87,7 @@ class CudaStreams:
         self.inbox = torch.cuda.Stream(device, priority=-1)
 
     def current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+        return torch.cuda.current_stream(self.device.index)
 
     def rescue(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)

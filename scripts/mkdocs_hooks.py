@@ -12,6 +12,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 RESULTS = "benchmarks/results/"
 _LINK = re.compile(r"\]\(\.\./([^)#\s]+)")
+_UNIT = re.compile(r"(?<=\d) (?=(?:ms|s|%|[MG]iB)(?!\w))")
 _BESIDE = re.compile(r"\]\(([\w.-]+)\)")
 
 
@@ -28,5 +29,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to them, from pages that all lie at the top of the site."""
-    return _LINK.sub(r"](\1", markdown)
+    """Links to them, from pages that all lie at the top of the site; numbers of tables stay beside their units."""
+    lines = (_UNIT.sub("\u00a0", line) if line.startswith("|") else line for line in markdown.split("\n"))
+    return _LINK.sub(r"](\1", "\n".join(lines))

@@ -8,12 +8,13 @@ import importlib
 import importlib.util
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.distributed.harness import ROOT
+from tests.distributed.harness import ROOT, run_program
 
 PACKAGE = ROOT / "deepspeed_distca"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -121,6 +122,14 @@ def test_every_page_is_in_the_site():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     pages = re.findall(r"'([\w.]+\.md)'", str(site["nav"]))
     assert sorted(pages) == sorted(["CHANGELOG.md", *(path.name for path in PAGES)])
+
+
+@pytest.mark.skipif(not shutil.which("mkdocs"), reason="mkdocs-material is not installed (pip install -e .[docs])")
+def test_the_site_builds_without_a_warning(tmp_path: Path):
+    done = run_program(["bash", ROOT / "scripts" / "docs.sh", "--site-dir", tmp_path / "site"])
+    assert done.returncode == 0 and "WARNING" not in done.stdout, done.stdout
+    built = {path.name for path in (tmp_path / "site" / "images").iterdir()}
+    assert built == {path.name for path in (ROOT / "docs" / "images").iterdir()}
 
 
 def commands() -> list[tuple[Path, str]]:

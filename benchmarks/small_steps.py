@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small steps with and without the plugin, in turns, and what a layer whose rows move costs the host.
+
+    torchrun --nproc_per_node 2 benchmarks/small_steps.py --widths 2048 4096 --tokens 4096 8192 16384 32768 \\
+        --zero 1 --steps 8 --json results.json --save results.md
+
+Models are as wide as Llama-3.2-1B (2048: 16 layers, feed-forward 8192, 32/8 heads of 64) and Llama-3-8B (4096: 4
+layers, 14336, 32/8 heads of 128), vocabulary 32000, bf16, AdamW, Liger's kernels where they are installed. "plain" is
+transformers' own flash attention under DeepSpeed, "plugin" the same with a `distca` block. Both take what
+transformers' flattening collator makes of the same documents. Batches: "even", one document of all tokens on every
+rank; "short", sixteen on every rank; "long|short", one on even ranks and sixteen on odd ones. A step is timed from a
+barrier to a barrier, so that nothing of it is hidden under the step before; the two take turns, there and back. The
+ideal of "long|short" is the mean of plain's "even" and "short". Milliseconds are medians of the slowest rank.
+
+`--host` adds the host's time to queue a layer's core attention behind a busy device: with everything at home, and with
+rows moved as the plan of "long|short" would move them at any price. To try the script on CPU:
+`--tokens 256 --widths 64`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from steps.ending import leave
+from steps.measure import gather_floats, keep_busy
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+
+import deepspeed_distca  # noqa: F401  hooks deepspeed.initialize
+from deepspeed_distca.attention_server.core_attention import core_attention
+from deepspeed_distca.attention_server.exchange.choice import make_exchange
+from deepspeed_distca.attention_server.exchange.process_group import exchange_group
+from deepspeed_distca.attention_server.kernels import select_kernel
+from deepspeed_distca.attention_server.rank_plan import RankPlan
+from deepspeed_distca.attention_server.side_stream import SideStream
+from deepspeed_distca.attention_server.statistics import DeviceTimer, TimedExchange, TimedKernel
+from deepspeed_distca.attention_server.steps import LayerPlan
+from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.balance import balance
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
+from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.routes import RouteCompiler
+from deepspeed_distca.scheduler.tasks import home_tasks
+
+#: Layers, feed-forward width and head dimension of a width.
+MODELS = {2048: (16, 8192, 64), 4096: (4, 14336, 128), 64: (2, 128, 16)}
+VOCABULARY = 32000
+MIXES = ("even", "short", "long|short")
+KINDS = ("plain", "plugin")
+#: Layers whose host time is taken at once: fewer launches than a device's queue holds.
+LAYERS = 8
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=[2048, 4096], choices=list(MODELS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="of each rank")
+    parser.add_argument("--zero", type=int, nargs="+", default=[1])
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="engine.compile()")
+    parser.add_argument("--block", type=json.loads, default={}, help="JSON, more keys of the `distca` block")
+    parser.add_argument("--steps", type=int, default=8, help="measured, of each kind on each batch")
+    parser.add_argument("--warm-up", type=int, default=2, help="before them")
+    parser.add_argument("--host", action="store_true")
+    parser.add_argument("--attention", default="flash_attention_4", help="of plain; sdpa on CPU")
+    parser.add_argument("--budget-seconds", type=float, default=1e9, help="no further model is begun after that")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--save", type=Path, help="the tables in Markdown")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+    liger = use_liger() if cuda else False
+    results: dict[str, Any] = {"about": about(args, device, liger), "steps": [], "host": []}
+    end = time.monotonic() + args.budget_seconds
+    if args.host:
+        results["host"] = [host_times(width, tokens, device) for width in args.widths for tokens in args.tokens]
+        report(args, results)
+    for zero in args.zero:
+        for width in args.widths:
+            late = gather_floats([time.monotonic() - end], device)[0][0] > 0
+            if not late:
+                model_steps(args, width, zero, device, results)
+    report(args, results)
+    leave()
+
+
+def use_liger() -> bool:
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+    except ImportError:
+        return False
+    apply_liger_kernel_to_llama()
+    return True
+
+
+def about(args: argparse.Namespace, device: torch.device, liger: bool) -> dict[str, Any]:
+    return {
+        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "processor": processor(),
+        "ranks": dist.get_world_size(),
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "liger": liger,
+        **{k: v for k, v in vars(args).items() if k not in ("json", "save", "budget_seconds")},
+    }
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def lengths(mix: str, tokens: int) -> list[int]:
+    """Of this rank's documents."""
+    long = mix == "even" or (mix == "long|short" and dist.get_rank() % 2 == 0)
+    return [tokens] if long else [tokens // 16] * 16
+
+
+def build(args: argparse.Namespace, kind: str, width: int, zero: int, device: torch.device) -> Any:
+    layers, feed_forward, head_dim = MODELS[width]
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": device.type == "cuda"},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+        "steps_per_print": 10**9,
+    }
+    if kind == "plugin":
+        config["distca"] = {"enabled": True, **args.block}
+    heads = width // head_dim
+    architecture = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        head_dim=head_dim,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config) if zero == 3 else nullcontext():
+        model = LlamaForCausalLM._from_config(architecture, dtype=dtype, attn_implementation=args.attention)
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine, *_ = deepspeed.initialize(model=model.to(device) if zero < 3 else model, config=config)
+    engine.train()
+    if args.compile:
+        engine.compile()
+    return engine
+
+
+def model_steps(
+    args: argparse.Namespace, width: int, zero: int, device: torch.device, results: dict[str, Any]
+) -> None:
+    """Collective: all batches of one model, appended to the results as they come."""
+    engines = {kind: build(args, kind, width, zero, device) for kind in KINDS}
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    draw = np.random.default_rng(dist.get_rank())
+    for tokens in args.tokens:
+        for mix in MIXES:
+            batch = collate([{"input_ids": draw.integers(0, VOCABULARY, n).tolist()} for n in lengths(mix, tokens)])
+            batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+            keep_busy(device)  # a card is fast after the pause between two batches
+            taken: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+            for turn in range(args.warm_up + args.steps):
+                for kind in KINDS[:: -1 if turn % 2 else 1]:
+                    seconds = step(engines[kind], batch, device)
+                    if turn >= args.warm_up:
+                        taken[kind].append(gather_floats([seconds], device))
+            stats = engines["plugin"].distca.stats
+            row = {
+                "width": width,
+                "zero": zero,
+                "tokens": tokens,
+                "mix": mix,
+                "balance": [stats.balance_before, stats.balance_after],
+                "planning_ms": stats.planning_ms,
+                "bytes_moved": stats.bytes_moved,
+                "steps": {kind: [[s * 1e3 for (s,) in ranks] for ranks in steps] for kind, steps in taken.items()},
+            }
+            row["ms"] = {kind: statistics.median(map(max, steps)) for kind, steps in row["steps"].items()}
+            results["steps"].append(row)
+            if dist.get_rank() == 0:
+                print(f"width {width} ZeRO-{zero} {tokens} {mix}: {row['ms']} {stats}", flush=True)
+    for engine in engines.values():
+        engine.destroy()
+    engines.clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def step(engine: Any, batch: dict[str, Any], device: torch.device) -> float:
+    """Seconds of an optimizer step. Collective."""
+    meet(device)
+    start = time.perf_counter()
+    loss = engine(**batch, use_cache=False).loss
+    engine.backward(loss)
+    engine.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def meet(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def host_times(width: int, tokens: int, device: torch.device) -> dict[str, Any]:
+    """Collective: milliseconds that the host takes for a layer's core attention, by phase: [at home, moved] of the
+    rank that takes longest over both."""
+    _, _, dim = MODELS[width]
+    query = width // dim
+    heads = Heads(query, max(1, query // 4), dim)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    kernel = select_kernel(
+        None, device=device, dtype=dtype, q_heads=query, kv_heads=heads.key_value, head_dim=heads.head_dim
+    )
+    group = exchange_group([list(range(world))], device, timedelta(minutes=1))
+    timer = DeviceTimer()
+    exchange = TimedExchange(make_exchange(None, group, device, timeout=60, staging_mib=256), timer)
+    layout = Layout.from_lengths([[tokens // 16] * 16 if r % 2 else [tokens] for r in range(world)])
+    at_home = RouteCompiler(layout, home_tasks(layout))
+    cost = CostModel.fitted(heads)
+    moved = [RouteCompiler(layout, balance(layout, cost, phase=phase, tolerance=0.05).rows) for phase in PHASES]
+    plans = [
+        LayerPlan.whole(*[RankPlan(compiler.rank(rank)) for compiler in compilers], exchange, SideStream())
+        for compilers in ((at_home, at_home), moved)
+    ]
+    q, k, v = (
+        torch.randn(tokens, h, dim, device=device, dtype=dtype, requires_grad=True)
+        for h in (query, heads.key_value, heads.key_value)
+    )
+    dout, spec, timed = torch.randn_like(q), AttentionSpec(dim**-0.5), TimedKernel(kernel, timer)
+
+    def once(plan: LayerPlan) -> list[float]:
+        taken, outs = [], []
+        calls = (
+            lambda: outs.extend(core_attention(q, k, v, plan, spec, timed)[0] for _ in range(LAYERS)),
+            lambda: torch.autograd.grad(outs, [q, k, v], [dout] * LAYERS),
+        )
+        for call in calls:
+            meet(device)
+            if device.type == "cuda":
+                torch.cuda._sleep(int(4e8))  # the host is ahead of the device for all that is queued
+            start = time.perf_counter()
+            call()
+            taken.append((time.perf_counter() - start) / LAYERS * 1e3)
+        timer.reset()
+        return taken
+
+    for plan in plans:
+        once(plan)
+        once(plan)
+    turns = [[once(plan) for plan in plans] for _ in range(9)]
+    mine = [statistics.median(turn[p][phase] for turn in turns) for phase in range(2) for p in range(2)]
+    everyone = gather_floats(mine, device)
+    worst = {
+        phase: max(([r[2 * i], r[2 * i + 1]] for r in everyone), key=lambda pair: pair[1] - pair[0])
+        for i, phase in enumerate(PHASES)
+    }
+    messages = {phase: int(m.messages(phase).max()) for phase, m in zip(PHASES, moved, strict=True)}
+    return {"width": width, "tokens": tokens, "exchange": exchange.name, "ms": worst, "messages": messages}
+
+
+def tables(results: dict[str, Any]) -> str:
+    about = results["about"]
+    lines = [
+        f"{about['ranks']} x {about['card']}, {about['processor']}; {about['date']}, torch {about['torch']}, "
+        f"DeepSpeed {about['deepspeed']}, checkpointing {about['checkpointing']}, compile {about['compile']}, "
+        f"Liger {about['liger']}, block {json.dumps(about['block'])}."
+    ]
+    if results["steps"]:
+        lines += ["", "| width | ZeRO | tokens | batch | plain, ms | plugin, ms | of plain | share of the ideal |"]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    plain = {(row["width"], row["zero"], row["tokens"], row["mix"]): row["ms"]["plain"] for row in results["steps"]}
+    for row in results["steps"]:
+        key, ms = (row["width"], row["zero"], row["tokens"]), row["ms"]
+        share = ""
+        if row["mix"] == "long|short":
+            ideal = (plain[(*key, "even")] + plain[(*key, "short")]) / 2
+            share = f"{(ms['plain'] - ms['plugin']) / (ms['plain'] - ideal):.0%} of {ms['plain'] / ideal:.2f}x"
+        mix = row["mix"].replace("|", "\\|") + (", moved" if row["bytes_moved"] else "")
+        cells = (*key[:2], f"{key[2]:,}", mix, f"{ms['plain']:.1f}", f"{ms['plugin']:.1f}")
+        lines.append(f"| {' | '.join(map(str, cells))} | {ms['plugin'] / ms['plain']:.3f} | {share} |")
+    if results["host"]:
+        lines += ["", "| width | tokens | host, ms a layer: forward at home, moved | backward | messages |"]
+        lines += ["| --- | --- | --- | --- | --- |"]
+    for row in results["host"]:
+        cells = [f"{home:.3f}, {moved:.3f} (+{moved - home:.3f})" for home, moved in row["ms"].values()]
+        messages = ", ".join(map(str, row["messages"].values()))
+        lines.append(f"| {row['width']} | {row['tokens']:,} | {' | '.join(cells)} | {messages} |")
+    return "\n".join(lines)
+
+
+def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    if dist.get_rank():
+        return
+    print(f"\n{tables(results)}\n", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1, default=str))
+    if args.save:
+        text = (__doc__ or "").partition("results.md\n\n")[2].partition("To try the script")[0].strip()
+        args.save.write_text(f"{text}\n\n{tables(results)}\n")
+
+
+if __name__ == "__main__":
+    main()

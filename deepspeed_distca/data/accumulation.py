@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
+from deepspeed_distca.data.checks import check_state, one_of
 from deepspeed_distca.data.collator import PackedSequenceCollator
-from deepspeed_distca.data.states import check_keys, check_version
 from deepspeed_distca.given import integer
 
 logger = logging.getLogger(__name__)
 
 LastWindow = Literal["drop", "pad", "error"]
 _STATE_VERSION = 1
-LAST_WINDOW: tuple[LastWindow, ...] = ("drop", "pad", "error")
 
 
 class AccumulationLoader:
@@ -55,8 +54,7 @@ class AccumulationLoader:
         *,
         last_window: LastWindow = "drop",
     ) -> None:
-        if last_window not in LAST_WINDOW:
-            raise ValueError(f"last_window must be one of {', '.join(LAST_WINDOW)}, got {last_window!r}")
+        one_of("last_window", last_window, get_args(LastWindow))
         self.loader: Any = loader  # it may have a length, a state and samplers
         self.gradient_accumulation_steps = integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
         self.last_window = last_window
@@ -139,9 +137,7 @@ class AccumulationLoader:
         return {"version": _STATE_VERSION, "loader": loader}
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        name = "the accumulation loader's state"
-        check_version(state, _STATE_VERSION, name)
-        check_keys(state, ("version", "loader"), name)
+        check_state(state, ("version", "loader"), "the accumulation loader's state", _STATE_VERSION)
         self.loader.load_state_dict(state["loader"])
         self._begin, self._within = state["loader"], True
 

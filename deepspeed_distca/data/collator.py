@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packed-sequence collator: documents in, one row for ``engine(**batch)`` out.
 
-It owns the boundaries of documents: labels are shifted inside each document here, before anything is cut, so that
-no later stage has to guess where a document ends.
+It owns the boundaries of documents: targets are made inside each of them, before anything is cut.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, get_args
 
-import numpy as np
 import torch
 
+from deepspeed_distca.data.checks import one_of
 from deepspeed_distca.data.documents import KNOWN_KEYS, Document, read_documents
-from deepspeed_distca.data.packing import Overflow, check_overflow, cut
+from deepspeed_distca.data.from_layout import IGNORE_INDEX, ROWS, batch_from_layout
+from deepspeed_distca.data.packing import Overflow, cut
+from deepspeed_distca.given import integer
 from deepspeed_distca.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -69,10 +71,10 @@ class PackedSequenceCollator:
     """
 
     def __init__(
-        self, max_tokens: int | None = None, overflow: Overflow = "error", *, ignore_index: int = -100
+        self, max_tokens: int | None = None, overflow: Overflow = "error", *, ignore_index: int = IGNORE_INDEX
     ) -> None:
-        check_overflow(max_tokens, overflow)
-        self.max_tokens = max_tokens
+        one_of("overflow", overflow, get_args(Overflow))
+        self.max_tokens = None if max_tokens is None else integer("max_tokens", max_tokens, 1)
         self.overflow = overflow
         self.ignore_index = int(ignore_index)
         self._reported: set[str] = set()  # of messages only; no batch depends on it
@@ -84,26 +86,15 @@ class PackedSequenceCollator:
             TypeError, ValueError: features that cannot be read, or a row over budget with ``overflow="error"``.
         """
         fit = self.fit(features)
-        self._report_overflow(fit)
-        self._report_unknown(features)
         lengths = [len(document.input_ids) for document in fit.documents]
-        cu_seqlens = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        starts = cu_seqlens[:-1]
-        input_ids = _concatenate([document.input_ids for document in fit.documents])
-        labels = _concatenate([document.labels for document in fit.documents])
-        labels[starts] = self.ignore_index
-        # The last token of a document meets the next one's first label, which has just been masked: no target.
-        shift_labels = np.append(labels[1:], np.full(min(1, len(labels)), self.ignore_index))
-        position_ids = np.arange(len(input_ids)) - np.repeat(starts, lengths)
+        self._report_all(features, fit, sum(lengths))
+        ids, labels = ({i: document[column] for i, document in enumerate(fit.documents)} for column in (0, 1))
+        batch = batch_from_layout(ids, Layout.from_lengths([lengths]), 0, labels, ignore_index=self.ignore_index)
         return {
-            "input_ids": _row(input_ids),
-            "labels": _row(labels),
-            "shift_labels": _row(shift_labels),
-            "position_ids": _row(position_ids),
-            "cu_seqlens": torch.from_numpy(cu_seqlens.astype(np.int32)),
+            **{key: batch[key] for key in ROWS},
+            "cu_seqlens": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
             "max_seqlen": max(lengths, default=0),
-            "layout": Layout.from_lengths([lengths]),
-            "num_targets": int((shift_labels != self.ignore_index).sum()),
+            **batch,
         }
 
     def fit(self, features: Features) -> Fit:
@@ -111,21 +102,27 @@ class PackedSequenceCollator:
         documents = read_documents(features, self.ignore_index)
         if self.max_tokens is None:
             return Fit(documents)
-        if self.overflow == "split":
-            return _split(documents, self.max_tokens)
-        if self.overflow == "drop":
-            return _drop(documents, self.max_tokens)
-        tokens = sum(len(document.input_ids) for document in documents)
-        if tokens > self.max_tokens:
-            longest = max(len(document.input_ids) for document in documents)
+        lengths = [len(document.input_ids) for document in documents]
+        if self.overflow == "error" and sum(lengths) > self.max_tokens:
             raise ValueError(
-                f"a row of {tokens} tokens (the longest of its {len(documents)} documents has {longest}) exceeds "
-                f"max_tokens={self.max_tokens}; put fewer documents into it, raise max_tokens, or choose "
+                f"a row of {sum(lengths)} tokens (the longest of its {len(documents)} documents has {max(lengths)}) "
+                f"exceeds max_tokens={self.max_tokens}; put fewer documents into it, raise max_tokens, or choose "
                 'overflow="split" or "drop"'
             )
-        return Fit(documents)
+        found: list[Document] = []
+        split = dropped = dropped_tokens = 0
+        room = self.max_tokens
+        for document, length in zip(documents, lengths, strict=True):
+            if self.overflow == "drop" and length > room:
+                dropped, dropped_tokens = dropped + 1, dropped_tokens + length
+                continue
+            room -= length
+            cuts = cut(length, self.max_tokens)
+            split += len(cuts) > 1
+            found += [Document(*(column[start : start + n] for column in document)) for start, n in cuts]
+        return Fit(found, split, dropped, dropped_tokens)
 
-    def _report_overflow(self, fit: Fit) -> None:
+    def _report_all(self, features: Features, fit: Fit, tokens: int) -> None:
         if fit.dropped_documents:
             self._report(
                 "drop",
@@ -136,10 +133,8 @@ class PackedSequenceCollator:
             self._report(
                 "split",
                 f"{fit.split_documents} documents longer than {self.max_tokens} tokens were split; each piece is a "
-                f"document of its own, and the row has {sum(len(d.input_ids) for d in fit.documents)} tokens",
+                f"document of its own, and the row has {tokens} tokens",
             )
-
-    def _report_unknown(self, features: Features) -> None:
         features = [features] if isinstance(features, Mapping) else features
         unknown = sorted({str(key) for feature in features for key in feature if key not in KNOWN_KEYS})
         if unknown:
@@ -151,33 +146,3 @@ class PackedSequenceCollator:
             logging.INFO if kind in self._reported else logging.WARNING, "packed-sequence collator: %s", message
         )
         self._reported.add(kind)
-
-
-def _split(documents: list[Document], max_tokens: int) -> Fit:
-    pieces, split = [], 0
-    for document in documents:
-        cuts = cut(len(document.input_ids), max_tokens)
-        split += len(cuts) > 1
-        pieces += [Document(*(column[start : start + n] for column in document)) for start, n in cuts]
-    return Fit(pieces, split_documents=split)
-
-
-def _drop(documents: list[Document], max_tokens: int) -> Fit:
-    kept, room, dropped, dropped_tokens = [], max_tokens, 0, 0
-    for document in documents:
-        length = len(document.input_ids)
-        if length <= room:
-            kept.append(document)
-            room -= length
-        else:
-            dropped, dropped_tokens = dropped + 1, dropped_tokens + length
-    return Fit(kept, dropped_documents=dropped, dropped_tokens=dropped_tokens)
-
-
-def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
-    """A fresh array, so that what the dataset holds is never written to."""
-    return np.concatenate([np.zeros(0, np.int64), *arrays])
-
-
-def _row(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))[None]

@@ -107,7 +107,7 @@ def _find_documents(feature: Mapping[str, Any], ids: np.ndarray, where: str) -> 
     tokens = ids.shape[-1]
     if all(feature.get(key) is None for key in _DESCRIPTIONS):  # as most documents come
         return [(start, start + tokens) for start in range(0, ids.size, tokens)] if tokens else []
-    mask, sequence, positions = (
+    mask, numbers, positions = (
         None if values is None else values.ravel()
         for values in (
             _like_input_ids(feature, key, ids, where) for key in ("attention_mask", "seq_idx", "position_ids")
@@ -119,31 +119,21 @@ def _find_documents(feature: Mapping[str, Any], ids: np.ndarray, where: str) -> 
             "document"
         )
     real = np.ones(ids.size, dtype=bool) if mask is None else mask != 0
-    claims = _read_boundaries(feature, ids, real, where)
+    claims = _claims_of_boundaries(feature, ids, real, where)
     if not ids.size:
         return []
     if mask is not None and mask.max() > 1:
-        claims["attention_mask"] = _begins_of_numbers(mask, real, tokens, f"{where}: attention_mask")
-    if sequence is not None:
-        if sequence[real].min(initial=0) < 0:
+        claims["attention_mask"] = _claim_of_numbers(mask, real, tokens, f"{where}: attention_mask")
+    if numbers is not None:
+        if numbers[real].min(initial=0) < 0:
             raise ValueError(
-                f"{where}: seq_idx holds {sequence[real].min()} at a token; if that is padding, leave it out or give "
+                f"{where}: seq_idx holds {numbers[real].min()} at a token; if that is padding, leave it out or give "
                 "an attention_mask that is 0 there"
             )
-        claims["seq_idx"] = _begins_of_numbers(sequence, real, tokens, f"{where}: seq_idx")
+        claims["seq_idx"] = _claim_of_numbers(numbers, real, tokens, f"{where}: seq_idx")
     if positions is not None:
         claims["position_ids"] = _changes(positions - np.arange(ids.size), tokens)
-    edges = _changes(real, tokens)
-    _check_padding(claims, edges & real, tokens, where)
-    cuts = {name: begins | edges for name, begins in claims.items()} or {"row": edges}
-    (first, begins), *others = cuts.items()
-    for other, found in others:
-        if not np.array_equal(found & real, begins & real):
-            raise ValueError(
-                f"{where}: by {first} the documents have lengths {_lengths(begins, real)[:8]}, by {other} "
-                f"{_lengths(found, real)[:8]}; they must agree, and position ids must start at 0 in every document "
-                "and rise by one"
-            )
+    begins = _agreed(claims or {"its row": np.arange(ids.size) % tokens == 0}, real, tokens, where)
     starts = np.flatnonzero(begins & real)
     if positions is not None and positions[starts].any():
         bad = starts[positions[starts] != 0][0]
@@ -152,6 +142,29 @@ def _find_documents(feature: Mapping[str, Any], ids: np.ndarray, where: str) -> 
             "of a document needs an explicit layout that names its document and start"
         )
     return [(start, start + length) for start, length in zip(starts.tolist(), _lengths(begins, real), strict=True)]
+
+
+def _agreed(claims: Mapping[str, np.ndarray], real: np.ndarray, tokens: int, where: str) -> np.ndarray:
+    """Where documents and padding begin, bool like each of the claims, which must say the same of real tokens."""
+    edges = _changes(real, tokens)
+    runs = np.flatnonzero(edges & real)
+    for start in runs[1:][np.diff(runs // tokens) == 0].tolist():  # behind padding that is not a row's first
+        for name, begins in claims.items():
+            if not begins[start]:
+                raise ValueError(
+                    f"{where}: attention_mask has padding before token {start}, where by {name} a document goes on; "
+                    "padding may stand before or behind a document's tokens, not as a hole among them; pass one "
+                    "feature for each document, or tell them apart by position_ids or cu_seqlens"
+                )
+    (first, expected), *others = ((name, begins | edges) for name, begins in claims.items())
+    for other, begins in others:
+        if not np.array_equal(begins & real, expected & real):
+            raise ValueError(
+                f"{where}: by {first} the documents have lengths {_lengths(expected, real)[:8]}, by {other} "
+                f"{_lengths(begins, real)[:8]}; they must agree, and position ids must start at 0 in every document "
+                "and rise by one"
+            )
+    return expected
 
 
 def _changes(values: np.ndarray, tokens: int) -> np.ndarray:
@@ -168,7 +181,7 @@ def _lengths(begins: np.ndarray, real: np.ndarray) -> list[int]:
     return np.diff(starts, append=begins.size)[real[starts]].tolist()
 
 
-def _begins_of_numbers(numbers: np.ndarray, real: np.ndarray, tokens: int, name: str) -> np.ndarray:
+def _claim_of_numbers(numbers: np.ndarray, real: np.ndarray, tokens: int, name: str) -> np.ndarray:
     """Where documents begin by numbers that tell them apart. One that comes back in its row is a document with a
     hole, or a mistake."""
     begins = _changes(numbers, tokens)
@@ -182,53 +195,33 @@ def _begins_of_numbers(numbers: np.ndarray, real: np.ndarray, tokens: int, name:
     return begins
 
 
-def _check_padding(claims: Mapping[str, np.ndarray], runs: np.ndarray, tokens: int, where: str) -> None:
-    """Raises ValueError where padding stands inside a document: `runs` are the first tokens of all runs of others."""
-    starts = np.flatnonzero(runs)
-    later = starts[1:][np.diff(starts // tokens) == 0]
-    for start in later.tolist():
-        if not claims:
-            raise ValueError(
-                f"{where}: attention_mask has a hole before token {start}: padding may stand before or behind a "
-                "document's tokens, not among them; pass one feature for each document, or tell them apart by "
-                "position_ids or cu_seqlens"
-            )
-        for name, begins in claims.items():
-            if not begins[start]:
-                raise ValueError(
-                    f"{where}: attention_mask has padding before token {start}, where by {name} a document goes on; "
-                    "padding may stand before or behind a document's tokens, not among them"
-                )
-
-
-def _read_boundaries(
+def _claims_of_boundaries(
     feature: Mapping[str, Any], ids: np.ndarray, real: np.ndarray, where: str
 ) -> dict[str, np.ndarray]:
     """Where documents begin, bool [tokens of all rows], by the layout and each kind of cu_seqlens."""
     rows, tokens = np.atleast_2d(ids).shape
-    found = {}
-    layout = feature.get("layout")
-    if layout is not None:
-        if not isinstance(layout, Layout) or layout.num_ranks != 1 or layout.segments[:, START].any():
-            raise ValueError(
-                f"{where}: layout must be a Layout of one rank, whose documents are whole, got {layout!r:.80}"
-            )
-        found["layout"] = np.append(0, np.cumsum(layout.segments[:, LENGTH]))
-    for key in _BOUNDARIES:
-        if feature.get(key) is not None:
-            values = _integers(feature[key], key, where)
-            if values.ndim > 2 or (values.ndim == 2 and len(values) not in (1, rows)):
+    claims = {}
+    for key in ("layout", *_BOUNDARIES):
+        given = feature.get(key)
+        if given is None:
+            continue
+        if key == "layout":
+            if not isinstance(given, Layout) or given.num_ranks != 1 or given.segments[:, START].any():
                 raise ValueError(
-                    f"{where}: {key} must be [documents + 1], or a line of it for each row, got shape "
-                    f"{list(values.shape)} beside input_ids of {list(ids.shape)}"
+                    f"{where}: layout must be a Layout of one rank, whose documents are whole, got {given!r:.80}"
                 )
-            if values.ndim == 2 and len(values) > 1:
-                if not values.size or values[:, 0].any() or (values[:, -1] != tokens).any():
-                    raise ValueError(f"{where}: each line of {key} must go from 0 to the row's {tokens} tokens")
-                values = np.append(0, (values + tokens * np.arange(rows)[:, None])[:, 1:])
-            found[key] = values.ravel()
-    begins = {}
-    for key, values in found.items():
+            given = np.append(0, np.cumsum(given.segments[:, LENGTH]))
+        values = _integers(given, key, where)
+        if values.ndim > 2 or (values.ndim == 2 and len(values) not in (1, rows)):
+            raise ValueError(
+                f"{where}: {key} must be [documents + 1], or a line of it for each row, got shape "
+                f"{list(values.shape)} beside input_ids of {list(ids.shape)}"
+            )
+        if values.ndim == 2 and len(values) > 1:
+            if not values.size or values[:, 0].any() or (values[:, -1] != tokens).any():
+                raise ValueError(f"{where}: each line of {key} must go from 0 to the row's {tokens} tokens")
+            values = np.append(0, (values + tokens * np.arange(rows)[:, None])[:, 1:])
+        values = values.ravel()
         if values.size == 0 or values[0] != 0 or (np.diff(values) < 0).any():
             raise ValueError(f"{where}: {key} must start at 0 and never decrease, got {values.tolist()[:16]}")
         end = int(values[-1])
@@ -237,12 +230,12 @@ def _read_boundaries(
                 f"{where}: {key} ends at [{end}], but input_ids has {ids.size} tokens; only padding, by an "
                 "attention_mask, may stand behind the end"
             )
-        begins[key] = np.bincount(values, minlength=ids.size + 1)[: ids.size] > 0
+        claims[key] = np.bincount(values, minlength=ids.size + 1)[: ids.size] > 0
         firsts = slice(None, None, max(1, tokens))
-        crossed = np.flatnonzero(~begins[key][firsts] & real[firsts])
+        crossed = np.flatnonzero(~claims[key][firsts] & real[firsts])
         if len(crossed):
             raise ValueError(f"{where}: by {key} a document crosses the beginning of row {crossed[0]}; rows are apart")
-    return begins
+    return claims
 
 
 def _like_input_ids(feature: Mapping[str, Any], key: str, ids: np.ndarray, where: str) -> np.ndarray | None:

@@ -8,18 +8,18 @@ A pure function of lengths, budget and seed, so that every rank computes the sam
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
+from deepspeed_distca.data.checks import one_of
 from deepspeed_distca.given import integer, integers
 
 Overflow = Literal["error", "split", "drop"]
-OVERFLOW: tuple[Overflow, ...] = ("error", "split", "drop")
 
 
 class Piece(NamedTuple):
@@ -58,17 +58,60 @@ class Packing:
         return self.tokens / (len(self.rows) * self.max_tokens) if self.rows else 1.0
 
 
-def check_overflow(max_tokens: int | None, overflow: str) -> None:
-    """Raises ValueError for a budget below one token or a policy that does not exist."""
-    if max_tokens is not None:
-        integer("max_tokens", max_tokens, 1)
-    if overflow not in OVERFLOW:
-        raise ValueError(f"overflow must be one of {', '.join(OVERFLOW)}, got {overflow!r}")
+@dataclass
+class PackingCounts:
+    """What packing has done so far.
+
+    Attributes:
+        documents, tokens: that were packed; a document that was cut counts once.
+        packs: that hold them; unfilled_tokens is the room that was left in them.
+        cut_documents: cut at a pack's end because no whole documents filled it exactly.
+        split_documents: longer than a pack, and cut for that.
+        dropped_documents, dropped_tokens: longer than a pack, and left out; or of an incomplete last step that was.
+        empty_documents: without tokens, and left out.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    packs: int = 0
+    unfilled_tokens: int = 0
+    cut_documents: int = 0
+    split_documents: int = 0
+    dropped_documents: int = 0
+    dropped_tokens: int = 0
+    empty_documents: int = 0
 
 
-def cut(length: int, max_tokens: int) -> list[tuple[int, int]]:
+def cut(length: int, most: int) -> list[tuple[int, int]]:
     """(start, length) of the pieces that a document of ``length`` tokens is cut into, the last one the shortest."""
-    return [(start, min(max_tokens, length - start)) for start in range(0, length, max_tokens)]
+    return [(start, min(most, length - start)) for start in range(0, length, most)]
+
+
+def pieces_of(
+    documents: Iterable[tuple[int, int]], most: int, overflow: Overflow, counts: PackingCounts, limit: str
+) -> Iterator[Piece]:
+    """Documents, given as (document, length), after the overflow policy; empty ones are left out.
+
+    Raises:
+        ValueError: a negative length, or more tokens than `most` with "error"; `limit` says there what to change.
+    """
+    for document, length in documents:
+        if 0 < length <= most:
+            counts.documents += 1
+            yield Piece(document, 0, length)
+        elif length == 0:
+            counts.empty_documents += 1
+        elif length < 0:
+            raise ValueError(f"document {document}: its length must not be negative, got {length}")
+        elif overflow == "error":
+            raise ValueError(f'document {document} has {length} tokens, {limit}, or choose overflow="split" or "drop"')
+        elif overflow == "drop":
+            counts.dropped_documents += 1
+            counts.dropped_tokens += length
+        else:
+            counts.documents += 1
+            counts.split_documents += 1
+            yield from (Piece(document, start, tokens) for start, tokens in cut(length, most))
 
 
 def pack_documents(
@@ -84,31 +127,21 @@ def pack_documents(
         ValueError: a budget below 1, lengths that are negative or no integers, an unknown policy, or a
             document that is too long ("error").
     """
-    check_overflow(max_tokens, overflow)
+    one_of("overflow", overflow, get_args(Overflow))
+    integer("max_tokens", max_tokens, 1)
     lengths = integers("lengths", lengths, 0)
     order = np.arange(len(lengths)) if seed is None else np.random.default_rng(seed).permutation(len(lengths))
-    rows: list[list[Piece]] = []
-    room = _Room()
-    split = dropped = dropped_tokens = 0
-    for document in order.tolist():
-        length = lengths[document]
-        if length > max_tokens:
-            if overflow == "error":
-                raise ValueError(
-                    f"document {document} has {length} tokens, a row at most {max_tokens}; raise max_tokens or choose "
-                    'overflow="split" or "drop"'
-                )
-            if overflow == "drop":
-                dropped, dropped_tokens = dropped + 1, dropped_tokens + length
-                continue
-            split += 1
-        for start, tokens in cut(length, max_tokens):
-            free, row = room.take(tokens) or (max_tokens, len(rows))
-            if row == len(rows):
-                rows.append([])
-            rows[row].append(Piece(document, start, tokens))
-            room.add(free - tokens, row)
-    return Packing(tuple(map(tuple, rows)), max_tokens, split, dropped, dropped_tokens)
+    documents = ((document, lengths[document]) for document in order.tolist())
+    counts, rows, room = PackingCounts(), list[list[Piece]](), _Room()
+    limit = f"a row at most {max_tokens}; raise max_tokens"
+    for piece in pieces_of(documents, max_tokens, overflow, counts, limit):
+        free, row = room.take(piece.length) or (max_tokens, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(piece)
+        room.add(free - piece.length, row)
+    dropped = counts.dropped_documents, counts.dropped_tokens
+    return Packing(tuple(map(tuple, rows)), max_tokens, counts.split_documents, *dropped)
 
 
 class _Room:

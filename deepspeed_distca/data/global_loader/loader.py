@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from deepspeed_distca.data.checks import check_state, one_of, plain
 from deepspeed_distca.data.global_loader.batches import Batch, StepBatches, divide_again
-from deepspeed_distca.data.global_loader.packer import Fill, PackingCounts
+from deepspeed_distca.data.global_loader.packer import Fill
 from deepspeed_distca.data.global_loader.placement import PLACEMENTS, Placement
 from deepspeed_distca.data.global_loader.settings import read_settings, refuse
 from deepspeed_distca.data.global_loader.steps import Steps
-from deepspeed_distca.data.packing import Overflow
+from deepspeed_distca.data.packing import Overflow, PackingCounts
 from deepspeed_distca.data.sources import StreamedDocuments, read_source
-from deepspeed_distca.data.states import check_keys, check_version, plain
 from deepspeed_distca.given import integer, integers
 
 logger = logging.getLogger(__name__)
@@ -108,8 +108,7 @@ class GlobalPackedLoader:
         self.rank, self.num_ranks = _ranks(rank, num_ranks)
         settings = read_settings(config, self.num_ranks)
         integer("num_workers", num_workers)
-        if placement not in PLACEMENTS:
-            raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
+        one_of("placement", placement, PLACEMENTS)
         if regroup is None:
             regroup = placement in ("whole", "free")
         for name, value in (("regroup", regroup), ("shuffle", shuffle), ("drop_last", drop_last)):
@@ -210,10 +209,9 @@ class GlobalPackedLoader:
                 then.
         """
         name = "the loader's state"
-        check_version(state, _STATE_VERSION, name)
-        check_keys(state, self.state_dict(), name)
+        check_state(state, self.state_dict(), name, _STATE_VERSION)
         given, own = state["identity"], self._steps.identity
-        check_keys(given, own, f"{name}, identity")
+        check_state(given, own, f"{name}, identity")
         differing = [key for key in own if repr(plain(given[key])) != repr(own[key])]
         if differing:
             words = [f"{key} was {given[key]!r}, is {own[key]!r}" for key in differing]

@@ -8,19 +8,17 @@ lengths and options: every rank packs the same.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import Literal, NamedTuple
+from itertools import cycle, islice
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from deepspeed_distca.data.packing import OVERFLOW, Overflow, Piece
+from deepspeed_distca.data.checks import one_of
+from deepspeed_distca.data.packing import Overflow, PackingCounts, Piece, pieces_of
 from deepspeed_distca.given import integer
 
 Fill = Literal["exact", "whole"]
-FILLS: tuple[Fill, ...] = ("exact", "whole")
 
 #: Documents that are tried as the third of three that fill a pack.
 _THIRDS = 64
@@ -39,33 +37,6 @@ class Pack(NamedTuple):
 
     pieces: list[Piece]
     complete: bool
-
-
-@dataclass
-class PackingCounts:
-    """What packing has done so far.
-
-    Attributes:
-        documents, tokens: that were packed; a document that was cut counts once.
-        packs: that hold them; unfilled_tokens is the room that was left in them.
-        cut_documents: cut at a pack's end because no whole documents filled it exactly.
-        split_documents: longer than a pack, and cut for that.
-        dropped_documents, dropped_tokens: longer than a pack, and left out; or of an incomplete last step that was.
-        empty_documents: without tokens, and left out.
-    """
-
-    documents: int = 0
-    tokens: int = 0
-    packs: int = 0
-    unfilled_tokens: int = 0
-    cut_documents: int = 0
-    split_documents: int = 0
-    dropped_documents: int = 0
-    dropped_tokens: int = 0
-    empty_documents: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 class GlobalPacker:
@@ -96,13 +67,11 @@ class GlobalPacker:
     ) -> None:
         if not capacities or min(capacities) < 1:
             raise ValueError(f"every group of ranks needs a token budget of at least 1 in total, got {capacities}")
-        for name, value, allowed in (("fill", fill, FILLS), ("overflow", overflow, OVERFLOW)):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-        integer("lookahead", lookahead, 1)
+        one_of("fill", fill, get_args(Fill))
+        one_of("overflow", overflow, get_args(Overflow))
         self.capacities = [int(n) for n in capacities]
         self.longest = min(self.capacities)
-        self.fill, self.overflow, self.lookahead = fill, overflow, lookahead
+        self.fill, self.overflow, self.lookahead = fill, overflow, integer("lookahead", lookahead, 1)
         self.counts = PackingCounts()
 
     def steps(
@@ -116,15 +85,22 @@ class GlobalPacker:
         Args:
             documents: (document, length) in training order.
         """
-        groups, size = len(self.capacities), accumulation * len(self.capacities)
+        groups, size, counts = len(self.capacities), accumulation * len(self.capacities), self.counts
         packs = self.packs(documents)
         while found := list(islice(packs, size)):
-            complete = len(found) == size and all(pack.complete for pack in found)
-            if drop_last and not complete:
-                self._drop(found)
+            pieces = [piece for pack in found for piece in pack.pieces]
+            tokens = sum(piece.length for piece in pieces)
+            if drop_last and not (len(found) == size and found[-1].complete):
+                begun = sum(piece.start == 0 for piece in pieces)  # of the others, an earlier step has the beginning
+                counts.documents -= begun
+                counts.dropped_documents += begun
+                counts.dropped_tokens += tokens
                 return
-            pieces = [pack.pieces for pack in found] + [[] for _ in range(size - len(found))]
-            yield [pieces[i : i + groups] for i in range(0, size, groups)]
+            counts.tokens += tokens
+            counts.packs += len(found)
+            counts.unfilled_tokens += sum(islice(cycle(self.capacities), len(found))) - tokens
+            step = [pack.pieces for pack in found] + [[] for _ in range(size - len(found))]
+            yield [step[i : i + groups] for i in range(0, size, groups)]
 
     def packs(self, documents: Iterable[tuple[int, int]]) -> Iterator[Pack]:
         """Packs of the groups in turn, none of them empty.
@@ -132,126 +108,62 @@ class GlobalPacker:
         Raises:
             ValueError: a negative length, or a document that is too long with overflow "error".
         """
-        source = self._pieces(documents)
-        waiting: deque[Piece] = deque()
-        number = 0
-        while waiting or (waiting := deque(islice(source, 1))):
-            capacity = self.capacities[number % len(self.capacities)]
-            pieces, room = self._in_order(waiting, source, capacity)
+        limit = f"the ranks that share it hold {self.longest} together; raise tokens_per_rank, use more ranks"
+        source = pieces_of(documents, self.longest, self.overflow, self.counts, limit)
+        waiting: list[Piece] = []
+        for room in cycle(self.capacities):
+            pieces: list[Piece] = []
+            while room and (waiting or (waiting := list(islice(source, 1)))) and waiting[0].length <= room:
+                pieces.append(waiting.pop(0))
+                room -= pieces[-1].length
+            if not pieces and not waiting:
+                return
             if room:
-                waiting.extend(islice(source, max(0, self.lookahead - len(waiting))))
+                waiting += islice(source, self.lookahead - len(waiting))
             complete = room == 0 or bool(waiting)
             if room and waiting:
-                room = self._complete(pieces, waiting, room)
-            self.counts.packs += 1
-            self.counts.unfilled_tokens += room
-            self.counts.tokens += capacity - room
-            number += 1
+                self._fill(pieces, waiting, room)
             yield Pack(pieces, complete)
 
-    def _pieces(self, documents: Iterable[tuple[int, int]]) -> Iterator[Piece]:
-        """Documents after the overflow policy."""
-        counts = self.counts
-        for document, length in documents:
-            if length < 1:
-                if length < 0:
-                    raise ValueError(f"document {document}: its length must not be negative, got {length}")
-                counts.empty_documents += 1
-                continue
-            if length <= self.longest:
-                counts.documents += 1
-                yield Piece(document, 0, length)
-                continue
-            if self.overflow == "error":
-                raise ValueError(
-                    f"document {document} has {length} tokens, the ranks that share it hold {self.longest} together; "
-                    'raise tokens_per_rank, use more ranks, or choose overflow="split" or "drop"'
-                )
-            if self.overflow == "drop":
-                counts.dropped_documents += 1
-                counts.dropped_tokens += length
-                continue
-            counts.documents += 1
-            counts.split_documents += 1
-            for start in range(0, length, self.longest):
-                yield Piece(document, start, min(self.longest, length - start))
-
-    @staticmethod
-    def _in_order(waiting: deque[Piece], source: Iterator[Piece], room: int) -> tuple[list[Piece], int]:
-        """Takes documents until one does not fit, which then waits first."""
-        taken: list[Piece] = []
+    def _fill(self, pieces: list[Piece], waiting: list[Piece], room: int) -> None:
+        """Fills the room that is left from what waits."""
         while room:
-            piece = waiting.popleft() if waiting else next(source, None)
-            if piece is None:
-                break
-            if piece.length > room:
-                waiting.appendleft(piece)
-                break
-            taken.append(piece)
-            room -= piece.length
-        return taken, room
-
-    def _complete(self, pieces: list[Piece], waiting: deque[Piece], room: int) -> int:
-        """Fills the room that is left from what waits; returns what is still left."""
-        while room:
-            lengths = [piece.length for piece in self._window(waiting)]
+            lengths = [piece.length for piece in waiting]
             fitting = [index for index, length in enumerate(lengths) if length <= room]
             if not fitting and self.fill == "whole":
-                return room
-            change = None
+                return
             # No three can do it while there is room for more.
-            if sum(sorted(lengths[index] for index in fitting)[-3:]) >= room or not fitting:
-                change = self._exactly(pieces, lengths, room)
-            if change is not None:
-                removed, added = change
-                back = [pieces.pop(removed)] if removed is not None else []
-                pieces.extend(waiting[index] for index in sorted(added))
-                for index in sorted(added, reverse=True):
-                    del waiting[index]
-                waiting.extendleft(back)
-                return 0
+            if not fitting or sum(sorted(lengths[index] for index in fitting)[-3:]) >= room:
+                back, added = self._exactly(pieces, lengths, room)
+                if added:
+                    given_back = [pieces.pop(index) for index in back]
+                    pieces += [waiting[index] for index in sorted(added)]
+                    waiting[:] = given_back + [piece for index, piece in enumerate(waiting) if index not in added]
+                    return
             if fitting:
-                pieces.append(waiting[fitting[0]])
-                del waiting[fitting[0]]
+                pieces.append(waiting.pop(fitting[0]))
                 room -= pieces[-1].length
                 continue
             # Nothing fits any more, so this is little: a document loses only so much of its beginning.
-            document, start, length = waiting.popleft()
+            document, start, length = waiting[0]
             pieces.append(Piece(document, start, room))
-            waiting.appendleft(Piece(document, start + room, length - room))
+            waiting[0] = Piece(document, start + room, length - room)
             self.counts.cut_documents += 1
-            return 0
-        return 0
-
-    def _window(self, waiting: deque[Piece]) -> list[Piece]:
-        return list(islice(waiting, self.lookahead))
+            return
 
     @staticmethod
-    def _exactly(pieces: list[Piece], lengths: list[int], room: int) -> tuple[int | None, tuple[int, ...]] | None:
-        """How to fill the room to the token: (index of a piece to give back, or None; indices of what to take)."""
+    def _exactly(pieces: list[Piece], lengths: list[int], room: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How to fill the room to the token: the index of a piece to give back, if any, and of those to take."""
         choice = _Choice(lengths)
         found = choice.one(room) or choice.two(room) or choice.three(room)
         if found:
-            return None, found
+            return (), found
         for pick in (choice.one, choice.two):
             for index in reversed(range(len(pieces))):
                 found = pick(room + pieces[index].length)
                 if found:
-                    return index, found
-        return None
-
-    def _drop(self, packs: list[Pack]) -> None:
-        pieces = [piece for pack in packs for piece in pack.pieces]
-        tokens = sum(piece.length for piece in pieces)
-        begun = sum(piece.start == 0 for piece in pieces)  # of the others, an earlier step has the beginning
-        room = sum(self.capacities[i % len(self.capacities)] for i in range(len(packs)))
-        counts = self.counts
-        counts.dropped_documents += begun
-        counts.dropped_tokens += tokens
-        counts.documents -= begun
-        counts.tokens -= tokens
-        counts.packs -= len(packs)
-        counts.unfilled_tokens -= room - tokens
+                    return (index,), found
+        return (), ()
 
 
 class _Choice:

@@ -10,26 +10,28 @@ placement decides is whether the queries travel as well, and how many servers th
   work allows, and short documents fill up its token budget. What is left is a shorter document. So few servers need
   the keys of a long document, and those at its beginning need few of them.
 - A document that fits is stored whole, where most work is missing.
-- What has to be cut for tokens alone is short, and is cut where few keys lie in front.
+- What has to be cut for tokens alone is short; the rank with the most room gets its end.
 
 Before that it is tried to cut no document at all (``whole_documents``). Over NVLink steps were the fastest so, however
 uneven the work (docs/data.md); over slower links bytes count, and it must be even enough to stay where it is.
 
 How much work short documents will bring, and which documents are short, is uncertain while the long ones are placed.
-So several assumptions are tried, beside the plain orders, and the scheduler itself tells which moves the fewest bytes.
+So several assumptions are tried, beside the plain order, and the scheduler itself tells which moves the fewest bytes.
 
 Every rank computes the same placement without talking to the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain
-from typing import Literal
+from itertools import product
+from typing import Literal, get_args
 
 import numpy as np
 
+from deepspeed_distca.data.checks import one_of
 from deepspeed_distca.data.global_loader.whole_documents import divide
 from deepspeed_distca.defaults import MIN_GAIN, TOLERANCE
 from deepspeed_distca.given import integers
@@ -40,7 +42,7 @@ from deepspeed_distca.scheduler.shares import Shares
 from deepspeed_distca.scheduler.traffic import traffic
 
 Placement = Literal["whole", "free", "contiguous", "head_tail"]
-PLACEMENTS: tuple[Placement, ...] = ("whole", "free", "contiguous", "head_tail")
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 #: Cost units are femtoseconds; sums over a batch in picoseconds stay far from the end of int64.
 _UNIT = 1000
@@ -58,6 +60,7 @@ _EXCESS = 20
 _MOST_RANKS = 64
 _NOTHING = np.iinfo(np.int64).min
 
+Work = Callable[[int, int], int]  # of queries [low, high) of a document
 Pieces = list[list[tuple[int, int, int]]]  # (document, start, length) of each rank
 
 
@@ -95,17 +98,18 @@ def place(
         ValueError: lengths, budgets or weights that are no integers or out of range, more tokens than budgets hold, or
             an unknown placement.
     """
-    lengths, budgets = _checked(lengths, budgets, placement)
+    one_of("placement", placement, PLACEMENTS)
+    lengths, budgets = integers("lengths of documents", lengths, 1), integers("budgets", budgets, 0)
+    if not any(budgets):
+        raise ValueError(f"budgets must not all be 0, got {budgets}")
+    if sum(lengths) > sum(budgets):
+        raise ValueError(f"the documents have {sum(lengths)} tokens, the budgets hold {sum(budgets)}")
     budgets = share_tokens(sum(lengths), budgets)
-    contiguous = _layout(_in_order(lengths, budgets, head_tail=False))
-    if placement == "contiguous" or not lengths:
-        return contiguous
-    head_tail = _layout(_in_order(lengths, budgets, head_tail=True))
-    if placement == "head_tail":
-        return head_tail
+    in_order = _layout(_in_order(lengths, budgets, head_tail=placement == "head_tail"))
+    if placement in ("contiguous", "head_tail") or not lengths:
+        return in_order
     cost = cost or CostModel.fitted()
     weights = Shares(server_weights, len(budgets), tolerance).weights
-    work = work_of(cost, window)
 
     def moved(layout: Layout) -> tuple[int, int]:
         """Bytes over forward and backward, of all ranks and of the one that sends or receives the most."""
@@ -114,33 +118,44 @@ def place(
         size = rows.q_rows * cost.heads.step_q_bytes + rows.kv_rows * cost.heads.step_kv_bytes
         return int(size.sum()), int(max(size.sum(0).max(), size.sum(1).max()))
 
-    best, fewest = contiguous, moved(contiguous)
+    best, fewest = in_order, moved(in_order)
     if fewest[0] == 0:
         return best
+    work = work_of(cost, window)
     works = {n: work(0, n) for n in set(lengths)}
+    total = sum(works[n] for n in lengths)
+    # The share of a server without tokens has to be moved to it; the work for it is left to those who store tokens.
+    storing = [w if n else 0 for w, n in zip(weights, budgets, strict=True)]
     anyhow, uneven = placement == "whole", max(2 * min_gain, tolerance)
-    whole = None
-    if len(budgets) <= _MOST_RANKS and (anyhow or _may_be_even(lengths, budgets, weights, works, uneven)):
+    candidates = []
+    # Whole documents cannot be even where one is too much for a server, or servers without tokens count.
+    share = total * (1 + uneven) / sum(weights)
+    may_be_even = max(works.values()) <= share * max(weights) and sum(weights) <= (1 + uneven) * sum(storing)
+    if len(budgets) <= _MOST_RANKS and (anyhow or may_be_even):
         ranks = divide(lengths, budgets, works.__getitem__, weights)
         if ranks is not None:
             whole = _layout([[(document, 0, lengths[document]) for document in rank] for rank in ranks])
             loads = [sum(works[lengths[document]] for document in rank) for rank in ranks]
-            mean = sum(loads) / sum(weights)
-            if anyhow or all(load <= (1 + uneven) * mean * w for load, w in zip(loads, weights, strict=True)):
+            if anyhow or all(load <= share * w for load, w in zip(loads, weights, strict=True)):
                 return whole
-        elif anyhow and len(contiguous.segments) == len(lengths):
-            return contiguous
-    plain = [head_tail] if whole is None else [head_tail, whole]
-    for layout in chain(plain, _candidates(lengths, budgets, weights, work, tolerance)):
+            candidates.append(whole)
+        elif anyhow and len(in_order.segments) == len(lengths):
+            return in_order
+    for short, slack in product(_SHORT, sorted({0, int(tolerance * 750)})):  # thousandths: up to 3/4 of the tolerance
+        candidates.append(
+            _layout(_by_work(lengths, budgets, storing if any(storing) else weights, work, slack, short))
+        )
+    for layout in candidates:
         bytes_moved = moved(layout)
         if bytes_moved < fewest:
             best, fewest = layout, bytes_moved
     return best
 
 
-def work_of(cost: CostModel, window: int | None) -> Callable[[int, int], int]:
+def work_of(cost: CostModel, window: int | None) -> Work:
     """The attention work of queries [low, high) of a document, forward and backward, in picoseconds."""
-    terms = _both_phases(cost)
+    names = ("pair", "query_row", "key_row", "task")
+    terms = PhaseCost(*(getattr(cost.forward, name) + getattr(cost.backward, name) for name in names))
     return lambda low, high: int(terms(low, high, key_start(low, window), window)) // _UNIT
 
 
@@ -149,19 +164,6 @@ def share_tokens(tokens: int, budgets: Sequence[int]) -> list[int]:
     total = sum(budgets)
     ends = np.cumsum(np.array([0, *budgets], dtype=object)) * tokens // total
     return [int(n) for n in np.diff(ends)]
-
-
-def _checked(
-    lengths: Sequence[int] | np.ndarray, budgets: Sequence[int] | np.ndarray, placement: str
-) -> tuple[list[int], list[int]]:
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
-    lengths, budgets = integers("lengths of documents", lengths, 1), integers("budgets", budgets, 0)
-    if not any(budgets):
-        raise ValueError(f"budgets must not all be 0, got {budgets}")
-    if sum(lengths) > sum(budgets):
-        raise ValueError(f"the documents have {sum(lengths)} tokens, the budgets hold {sum(budgets)}")
-    return lengths, budgets
 
 
 def _in_order(lengths: Sequence[int], budgets: Sequence[int], head_tail: bool) -> Pieces:
@@ -190,142 +192,56 @@ def _layout(ranks: Pieces) -> Layout:
     return Layout(np.array(rows, dtype=np.int64), len(ranks))
 
 
-def _candidates(
-    lengths: list[int], budgets: list[int], weights: list[int], work: Callable[[int, int], int], tolerance: float
-) -> Iterator[Layout]:
-    # The share of a server without tokens has to be moved to it; it is tried to leave the work for it where it falls,
-    # and to spread it over those who store tokens.
-    shares = {tuple(weights), tuple(w if n else 0 for w, n in zip(weights, budgets, strict=True))}
-    for share in sorted(shares):
-        if not any(share):
-            continue
-        for short in _SHORT:
-            for slack in sorted({0, int(tolerance * 750)}):  # thousandths: up to 3/4 of the tolerance
-                filling = _Filling(lengths, budgets, work, list(share), slack, short)
-                filling.run()
-                yield _layout(filling.ranks)
+def _by_work(
+    lengths: Sequence[int], budgets: Sequence[int], weights: Sequence[int], work: Work, slack: int, short: int
+) -> Pieces:
+    """One free placement under an assumption of what counts as short.
 
-
-def _may_be_even(
-    lengths: list[int], budgets: list[int], weights: list[int], works: dict[int, int], slack: float
-) -> bool:
-    """Whether whole documents can have even work: none is too much for a server, and servers without tokens, which
-    have no document of their own, hardly count."""
-    share = sum(works[n] for n in lengths) * (1 + slack) / sum(weights)
-    with_tokens = sum(w for w, n in zip(weights, budgets, strict=True) if n)
-    return max(works.values()) <= share * max(weights) and sum(weights) <= (1 + slack) * with_tokens
-
-
-def _both_phases(cost: CostModel) -> PhaseCost:
-    names = ("pair", "query_row", "key_row", "task")
-    return PhaseCost(*(getattr(cost.forward, name) + getattr(cost.backward, name) for name in names))
-
-
-class _Filling:
-    """One free placement under an assumption of what counts as short."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        budgets: list[int],
-        work: Callable[[int, int], int],
-        weights: list[int],
-        slack: int,
-        short: int,
-    ) -> None:
-        """Args:
-        work: of queries [low, high) of a document.
+    Args:
         weights: share of the work that each rank's server shall get.
         slack: thousandths by which long pieces may exceed it.
         short: thousandths of a mean share that a short document costs at most.
-        """
-        alone = [work(0, n) for n in lengths]
-        total = sum(alone)
-        self._work = work
-        self._mean = max(1, total // sum(w > 0 for w in weights))
-        self._short = self._mean * short // 1000
-        light = [(n, w) for n, w in zip(lengths, alone, strict=True) if w <= self._short]
-        #: What a token of short documents will bring on average.
-        self._light = sum(w for _, w in light) // max(1, sum(n for n, _ in light))
-        self._tokens = np.array(budgets, dtype=np.int64)
-        self._missing = np.array(
-            [total * w * (1000 + slack) // (sum(weights) * 1000) for w in weights], dtype=np.int64
-        )
-        #: Work that is missing once the rest of the tokens are those of short documents.
-        self._room = self._missing - self._light * self._tokens
-        self._homes: list[set[int]] = [set() for _ in lengths]
-        self._waiting = [(-n, document) for document, n in enumerate(lengths)]  # the first `n` tokens of a document
-        self.ranks: Pieces = [[] for _ in budgets]
+    """
+    alone = [work(0, n) for n in lengths]
+    mean = max(1, sum(alone) // sum(w > 0 for w in weights))
+    light = [(n, w) for n, w in zip(lengths, alone, strict=True) if w * 1000 <= mean * short]
+    by_token = sum(w for _, w in light) // max(1, sum(n for n, _ in light))  # what short documents will bring
+    tokens = np.array(budgets, dtype=np.int64)
+    shares = [sum(alone) * w * (1000 + slack) // (sum(weights) * 1000) for w in weights]
+    # Work that is missing once the rest of the tokens are those of short documents.
+    room = np.array(shares, dtype=np.int64) - by_token * tokens
+    ranks: Pieces = [[] for _ in budgets]
 
-    def run(self) -> None:
-        """Stores every document."""
-        heapify(self._waiting)
-        while self._waiting:
-            high, document = heappop(self._waiting)
-            high = -high
-            work = self._work(0, high)
-            rank = self._emptiest(high)
-            long = work > self._short
-            if rank is not None:
-                needed = work - self._light * high - self._mean * _EXCESS // 1000
-                if not long or int(self._room[rank]) >= needed:
-                    self._store(rank, document, 0, high)
-                    continue
-            emptiest = self._emptiest(1)
-            if long and emptiest is not None and int(self._room[emptiest]) > self._mean * _LEAST_ROOM // 1000:
-                self._store_tail(emptiest, document, high)
-            elif rank is not None:
-                self._store(rank, document, 0, high)
-            else:
-                self._store_by_tokens(document, high)
-
-    def _emptiest(self, tokens: int) -> int | None:
+    def emptiest(least: int) -> int:
         """The rank that lacks the most work among those with room for so many tokens."""
-        fits = self._tokens >= tokens
-        if not fits.any():
-            return None
-        return int(np.where(fits, self._room, _NOTHING).argmax())
+        return int(np.where(tokens >= least, room, _NOTHING).argmax())
 
-    def _store(self, rank: int, document: int, low: int, high: int) -> None:
-        self.ranks[rank].append((document, low, high - low))
-        self._homes[document].add(rank)
-        self._tokens[rank] -= high - low
-        self._missing[rank] -= self._work(low, high)
-        self._room[rank] = self._missing[rank] - self._light * self._tokens[rank]
+    def added(low: int, high: int) -> int:
+        """What tokens [low, high) of a document bring more than short documents would."""
+        return work(low, high) - by_token * (high - low)
 
-    def _store_tail(self, rank: int, document: int, high: int) -> None:
-        """As many of the last tokens before `high` as the rank's work and tokens allow, at least one."""
-        room = int(self._room[rank])
-        low, end = max(0, high - int(self._tokens[rank])), high - 1
-        while low < end:
-            middle = (low + end) // 2
-            if self._work(middle, high) - self._light * (high - middle) <= room:
-                end = middle
-            else:
-                low = middle + 1
-        if high - low > 4 * _TILE:
-            low = -(-low // _TILE) * _TILE
-        self._keep_rest(rank, document, low, high)
-
-    def _store_by_tokens(self, document: int, high: int) -> None:
-        """Cuts what fits nowhere, for tokens alone."""
-        at_home = [rank for rank in self._homes[document] if self._tokens[rank]]
-        if at_home:  # these servers need the keys anyway
-            rank = max(at_home, key=lambda r: (int(self._room[r]), -r))
-            self._keep_rest(rank, document, max(0, high - int(self._tokens[rank])), high)
-            return
-        rooms = sorted((int(n), rank) for rank, n in enumerate(self._tokens) if n)
-        for tokens, rank in rooms:
-            # This rank is filled by the head; whoever gets the rest receives only so many keys.
-            others = [other for room, other in rooms if other != rank and room >= high - tokens]
-            if others:
-                self._store(rank, document, 0, tokens)
-                self._store(max(others, key=lambda r: (int(self._room[r]), -r)), document, tokens, high)
-                return
-        tokens, rank = rooms[-1]
-        self._keep_rest(rank, document, high - tokens, high)
-
-    def _keep_rest(self, rank: int, document: int, low: int, high: int) -> None:
-        self._store(rank, document, low, high)
+    waiting = [(-n, document) for document, n in enumerate(lengths)]  # the first `n` tokens of a document
+    heapify(waiting)
+    while waiting:
+        high, document = heappop(waiting)
+        low, high = 0, -high
+        fits, long = tokens.max() >= high, work(0, high) * 1000 > mean * short
+        rank = emptiest(high if fits else 1)
+        if not fits or (long and room[rank] < added(0, high) - mean * _EXCESS // 1000):
+            other = emptiest(1)
+            if long and room[other] * 1000 > mean * _LEAST_ROOM:
+                # As many of the last tokens as its work and tokens allow, at least one.
+                rank, low = other, max(0, high - int(tokens[other]))
+                fitting = range(low, high - 1)
+                low += bisect_left(fitting, True, key=lambda start: added(start, high) <= room[rank])
+                if high - low > 4 * _TILE:
+                    low = -(-low // _TILE) * _TILE
+            elif not fits:  # it is cut for tokens alone
+                rank = int(tokens.argmax())
+                low = high - int(tokens[rank])
+        ranks[rank].append((document, low, high - low))
+        tokens[rank] -= high - low
+        room[rank] -= added(low, high)
         if low:
-            heappush(self._waiting, (-low, document))
+            heappush(waiting, (-low, document))
+    return ranks

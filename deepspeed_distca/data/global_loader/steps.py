@@ -13,7 +13,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from deepspeed_distca.data.documents import Document
 from deepspeed_distca.data.global_loader.batches import Batch, Packs, StepBatches, join
-from deepspeed_distca.data.global_loader.packer import GlobalPacker, PackingCounts, Step
+from deepspeed_distca.data.global_loader.packer import GlobalPacker, Step
+from deepspeed_distca.data.packing import PackingCounts
 from deepspeed_distca.data.sources import IndexedDocuments, StreamedDocuments
 
 #: Documents whose lengths are turned into Python integers at once.

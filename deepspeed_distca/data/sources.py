@@ -20,7 +20,6 @@ from deepspeed_distca.compat.datasets import row_numbers
 from deepspeed_distca.data.documents import KNOWN_KEYS, Document, read_documents
 
 _READ = ("input_ids", "labels", "attention_mask")
-_TEXTS_AT_ONCE = 64
 
 
 class IndexedDocuments:
@@ -28,17 +27,18 @@ class IndexedDocuments:
 
     Args:
         data: anything with a length and items.
-
-    Attributes:
-        lengths: int64 [num_documents], tokens of each.
+        lengths: int64 [num_documents], tokens of each; where they are not known, all items are read for them.
     """
 
-    def __init__(self, data: Sequence[Any]) -> None:
+    def __init__(self, data: Sequence[Any], lengths: np.ndarray | None = None) -> None:
         self.data = data
-        self.lengths = self._read_lengths()
+        if lengths is None:
+            found = (len(_document(data[i], f"document {i}").input_ids) for i in range(len(data)))
+            lengths = np.fromiter(found, np.int64, len(data))
+        self.lengths = lengths
 
     def __len__(self) -> int:
-        return len(self.data)
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> Document:
         """One document.
@@ -46,7 +46,7 @@ class IndexedDocuments:
         Raises:
             TypeError, ValueError: it cannot be read, or has another length than was read before.
         """
-        document = _document(self._feature(index), f"document {index}")
+        document = _document(self._item(index), f"document {index}")
         if len(document.input_ids) != self.lengths[index]:
             raise ValueError(
                 f"document {index} has {len(document.input_ids)} tokens where {self.lengths[index]} were expected; "
@@ -54,14 +54,8 @@ class IndexedDocuments:
             )
         return document
 
-    def _feature(self, index: int) -> Any:
+    def _item(self, index: int) -> Any:
         return self.data[index]
-
-    def _read_lengths(self) -> np.ndarray:
-        lengths = np.zeros(len(self.data), dtype=np.int64)
-        for index in range(len(lengths)):
-            lengths[index] = len(_document(self.data[index], f"document {index}").input_ids)
-        return lengths
 
 
 class ArrowDocuments(IndexedDocuments):
@@ -87,59 +81,39 @@ class ArrowDocuments(IndexedDocuments):
                 f"the dataset has the columns {packed}: its rows are packed or shifted already; give whole documents, "
                 f"or remove the columns if each row is one document"
             )
-        self._columns = [name for name in _READ if name in columns]
-        self._open(data)
-        super().__init__(data)
-
-    def _open(self, data: Any) -> None:
-        import pyarrow as pa
-
-        self._lists = {name: data.data.column(name) for name in self._columns}
-        for name, column in self._lists.items():
-            kind = column.type
-            if not hasattr(kind, "value_type") or not pa.types.is_integer(kind.value_type):
-                raise TypeError(f"column {name!r} of the dataset must hold lists of integers, but holds {kind}")
-        check("datasets")
-        self._rows = row_numbers(data)  # the dataset's own order over the rows of its table
-
-    def _read_lengths(self) -> np.ndarray:
-        import pyarrow.compute as pc
-
-        def of_column(name: str) -> np.ndarray:
-            lengths = pc.list_value_length(self._lists[name]).fill_null(0).to_numpy().astype(np.int64)
-            return lengths if self._rows is None else lengths[self._rows.to_numpy()]
-
-        lengths = of_column("input_ids")
-        for name in self._columns[1:]:
-            differ = np.flatnonzero(of_column(name) != lengths)
+        read = [name for name in _READ if name in columns]
+        lengths, *others = (_arrow_lengths(data, name) for name in read)
+        for name, found in zip(read[1:], others, strict=True):
+            differ = np.flatnonzero(found != lengths)
             if len(differ):
                 row = int(differ[0])
                 raise ValueError(
-                    f"document {row}: {name} has {of_column(name)[row]} values, but input_ids has {lengths[row]} "
+                    f"document {row}: {name} has {found[row]} values, but input_ids has {lengths[row]} "
                     f"({len(differ)} of {len(lengths)} documents differ); they must be of one length"
                 )
-        if len(lengths) != len(self.data):
+        if len(lengths) != len(data):
             raise RuntimeError(
-                f"the dataset has {len(self.data)} rows, but {len(lengths)} lengths were found in its Arrow table; "
+                f"the dataset has {len(data)} rows, but {len(lengths)} lengths were found in its Arrow table; "
                 "call its flatten_indices() first"
             )
-        return lengths
+        super().__init__(data.with_format("numpy", columns=read), lengths)
 
-    def _feature(self, index: int) -> dict[str, np.ndarray]:
-        row = index if self._rows is None else self._rows[index].as_py()
-        found = {name: column[row].values for name, column in self._lists.items()}
-        return {
-            name: np.zeros(0, dtype=np.int64) if values is None else values.to_numpy(zero_copy_only=False)
-            for name, values in found.items()
-        }
+    def _item(self, index: int) -> dict[str, Any]:
+        return {name: () if values is None else values for name, values in self.data[index].items()}
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A dataset pickles itself by its files; its columns would be pickled with all their tokens.
-        return {key: value for key, value in self.__dict__.items() if key not in ("_lists", "_rows")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open(self.data)
+def _arrow_lengths(data: Any, name: str) -> np.ndarray:
+    """Values in each row of a column of lists, int64, in the dataset's own order over the rows of its table."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = data.data.column(name)
+    if not hasattr(column.type, "value_type") or not pa.types.is_integer(column.type.value_type):
+        raise TypeError(f"column {name!r} of the dataset must hold lists of integers, but holds {column.type}")
+    check("datasets")
+    rows = row_numbers(data)
+    lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
+    return lengths if rows is None else lengths[rows.to_numpy()]
 
 
 class StreamedDocuments:
@@ -196,9 +170,7 @@ class TokenizedStream:
             self._texts.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        items = iter(self._texts)
-        while batch := list(islice(items, _TEXTS_AT_ONCE)):
-            yield from self._encode(batch)
+        return _in_batches(self._texts, 64, self._encode)
 
 
 def read_source(data: Any) -> IndexedDocuments | StreamedDocuments:
@@ -208,8 +180,6 @@ def read_source(data: Any) -> IndexedDocuments | StreamedDocuments:
     Raises:
         TypeError: none of these, or a dictionary of splits.
     """
-    if isinstance(data, IndexedDocuments | StreamedDocuments):
-        return data
     if isinstance(data, Mapping):
         raise TypeError(
             f"expected documents, got a {type(data).__name__} with the keys {[str(key) for key in data][:8]}; choose "
@@ -218,15 +188,15 @@ def read_source(data: Any) -> IndexedDocuments | StreamedDocuments:
     if _is_dataset(data):
         # A transform makes the items; only they know the lengths.
         return IndexedDocuments(data) if data.format["type"] == "custom" else ArrowDocuments(data)
-    streamed = isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
-    if not streamed and not isinstance(data, str | bytes):
-        return IndexedDocuments(data)
-    if isinstance(data, str | bytes) or not (hasattr(data, "__iter__") or callable(data)):
-        raise TypeError(
-            f"expected a dataset, a sequence or an iterable of documents, got {type(data).__name__}; texts become "
-            "documents with deepspeed_distca.data.tokenize"
-        )
-    return StreamedDocuments(data)
+    if not isinstance(data, str | bytes):
+        if _has_items(data):
+            return IndexedDocuments(data)
+        if hasattr(data, "__iter__") or callable(data):
+            return StreamedDocuments(data)
+    raise TypeError(
+        f"expected a dataset, a sequence or an iterable of documents, got {type(data).__name__}; texts become "
+        "documents with deepspeed_distca.data.tokenize"
+    )
 
 
 def tokenize(
@@ -264,11 +234,9 @@ def tokenize(
             remove_columns=texts.column_names,
             num_proc=num_proc,
         )
-    if isinstance(texts, IterableDataset) or not (hasattr(texts, "__len__") and hasattr(texts, "__getitem__")):
+    if not _has_items(texts):
         return TokenizedStream(texts, encode)
-    return [
-        ids for start in range(0, len(texts), 1000) for ids in encode([texts[i] for i in _span(texts, start, 1000)])
-    ]
+    return list(_in_batches((texts[i] for i in range(len(texts))), 1000, encode))
 
 
 class _Encoder:
@@ -279,25 +247,28 @@ class _Encoder:
         self._eos = getattr(tokenizer, "eos_token_id", None) if append_eos else None
 
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
-        texts = [self._text(item) for item in items]
+        texts = [item.get(self._text_column) if isinstance(item, Mapping) else item for item in items]
+        for item, text in zip(items, texts, strict=True):
+            if not isinstance(text, str):
+                raise TypeError(f"expected a string or a mapping with {self._text_column!r}, got {str(item)[:80]!r}")
         # Documents longer than the model's context are what the loader is for: no warning about them.
         quiet = {"verbose": False} if hasattr(self._tokenizer, "model_max_length") else {}
-        return [self._ended(np.asarray(ids, dtype=np.int64)) for ids in self._tokenizer(texts, **quiet)["input_ids"]]
+        found = [np.asarray(ids, dtype=np.int64) for ids in self._tokenizer(texts, **quiet)["input_ids"]]
+        if self._eos is None:
+            return found
+        return [ids if ids[-1:].tolist() == [self._eos] else np.append(ids, self._eos) for ids in found]
 
     def columns(self, texts: list[str]) -> dict[str, list[np.ndarray]]:
         """For ``Dataset.map``."""
         return {"input_ids": self(texts)}
 
-    def _ended(self, ids: np.ndarray) -> np.ndarray:
-        if self._eos is None or (len(ids) and ids[-1] == self._eos):
-            return ids
-        return np.append(ids, self._eos)
 
-    def _text(self, item: Any) -> str:
-        text = item.get(self._text_column) if isinstance(item, Mapping) else item
-        if not isinstance(text, str):
-            raise TypeError(f"expected a string or a mapping with {self._text_column!r}, got {str(item)[:80]!r}")
-        return text
+def _in_batches(
+    items: Iterable[Any], size: int, encode: Callable[[list[Any]], list[np.ndarray]]
+) -> Iterator[np.ndarray]:
+    items = iter(items)
+    while batch := list(islice(items, size)):
+        yield from encode(batch)
 
 
 def _is_dataset(data: Any) -> bool:
@@ -306,8 +277,9 @@ def _is_dataset(data: Any) -> bool:
     return library is not None and isinstance(data, library.Dataset)
 
 
-def _span(items: Sequence[Any], start: int, count: int) -> range:
-    return range(start, min(len(items), start + count))
+def _has_items(data: Any) -> bool:
+    """It has a length and items, and is no stream."""
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 
 
 def _document(item: Any, where: str) -> Document:

@@ -496,7 +496,7 @@ def test_a_worker_hands_a_step_over_in_one_tensor() -> None:
     batches = list(islice(loader, 4))
     joined, rest = join(batches)
     assert joined.numel() == sum(v.numel() for batch in batches for v in batch.values() if torch.is_tensor(v))
-    assert not any(torch.is_tensor(value) for batch in rest for value in batch.values())
+    assert not any(torch.is_tensor(value) for _, batch in rest for value in batch.values())
     assert len(batches) == 4 and same(divide_again(joined, rest), batches)
 
 

@@ -106,7 +106,7 @@ class GlobalPackedLoader:
     ) -> None:
         refuse(unknown)
         self.rank, self.num_ranks = _ranks(rank, num_ranks)
-        settings = read_settings(config, self.num_ranks)
+        accumulation_steps, servers, balancing = read_settings(config, self.rank, self.num_ranks)
         integer("num_workers", num_workers)
         one_of("placement", placement, PLACEMENTS)
         if regroup is None:
@@ -114,54 +114,42 @@ class GlobalPackedLoader:
         for name, value in (("regroup", regroup), ("shuffle", shuffle), ("drop_last", drop_last)):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
-        budgets, servers = _budgets(tokens_per_rank, self.num_ranks), settings.servers
-        mine = slice(self.rank // servers * servers, (self.rank // servers + 1) * servers)
+        budgets = _budgets(tokens_per_rank, self.num_ranks)
+        groups = [budgets[i : i + servers] for i in range(0, self.num_ranks, servers)]
+        group, place = divmod(self.rank, servers)
         self._source = read_source(documents)
         self._steps = Steps(
             self._source,
-            packing={
-                "capacities": [sum(budgets[i : i + servers]) for i in range(0, self.num_ranks, servers)],
-                "fill": fill,
-                "overflow": overflow,
-                "lookahead": lookahead,
-            },
-            accumulation_steps=settings.accumulation_steps,
+            packing=dict(capacities=[sum(g) for g in groups], fill=fill, overflow=overflow, lookahead=lookahead),
+            accumulation_steps=accumulation_steps,
             seed=integer("seed", seed),
             shuffle=shuffle,
             shuffle_buffer=integer("shuffle_buffer", shuffle_buffer, 1),
             drop_last=drop_last,
         )
         self._batches = StepBatches(
-            rank=self.rank % servers,
-            group=self.rank // servers,
-            budgets=budgets[mine],
-            placement={
-                "placement": placement,
-                "cost": settings.cost,
-                "tolerance": settings.tolerance,
-                "server_weights": None if settings.server_weights is None else settings.server_weights[mine],
-                "window": window,
-                "min_gain": settings.min_gain,
-            },
+            rank=place,
+            group=group,
+            budgets=groups[group],
+            placement={"placement": placement, "window": window, **balancing},
             regroup=regroup,
         )
-        self._workers: dict[str, Any] = {
-            "num_workers": num_workers,
-            "prefetch_factor": prefetch_factor,
-            "pin_memory": pin_memory,
-            "multiprocessing_context": multiprocessing_context if num_workers else None,
-        }
         if isinstance(self._source, StreamedDocuments) and num_workers:
             if self._source.is_iterator:
                 raise ValueError(
                     "an iterator cannot be read by a worker; use num_workers=0, or give something that can be "
                     "iterated anew, or a function that returns an iterator"
                 )
-            self._workers["num_workers"] = 1
+            num_workers = 1
+        self._workers: dict[str, Any] = {
+            "num_workers": num_workers,
+            "prefetch_factor": prefetch_factor,
+            "pin_memory": pin_memory,
+            "multiprocessing_context": multiprocessing_context if num_workers else None,
+        }
         self._epoch = 0
-        self._start = 0  # micro-batches of the epoch that the next loop leaves out
-        self._handed_out = 0  # micro-batches of the epoch, those left out included
-        self._resumed = False  # whether a place was loaded that no loop has begun at
+        self._start: int | None = None  # micro-batches that a loaded state is behind, until a loop begins there
+        self._handed_out = 0  # micro-batches of the epoch, those before a loaded state included
         self._loaded = 0  # how many states were loaded, which ends the loops before
         self._length: tuple[int, int] | None = None  # epoch, micro-batches
 
@@ -181,12 +169,12 @@ class GlobalPackedLoader:
         """Chooses the epoch of the next loop; one that was resumed in goes on where it was."""
         if epoch == self._epoch:
             return
-        if self._resumed:
+        if self._start is not None:
             logger.warning(
                 "set_epoch(%d) gives up the place that was loaded, micro-batch %d of epoch %d; loop over "
                 "range(loader.epoch, epochs) to go on there", epoch, self._start, self._epoch,
             )  # fmt: skip
-        self._epoch, self._start, self._handed_out, self._resumed = epoch, 0, 0, False
+        self._epoch, self._start, self._handed_out = epoch, None, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is: at the beginning of a step, the one that is being handed out if there is one; plain
@@ -225,8 +213,7 @@ class GlobalPackedLoader:
             )
         if start and not isinstance(self._source, StreamedDocuments):
             integer(f"{name}: micro_batches of epoch {epoch}", start, 0, self._steps.micro_batches(epoch))
-        self._epoch, self._start = epoch, start
-        self._handed_out, self._resumed = start, True
+        self._epoch, self._start, self._handed_out = epoch, start, start
         self._loaded += 1
 
     def __len__(self) -> int:
@@ -240,12 +227,12 @@ class GlobalPackedLoader:
         return self._length[1]
 
     def __iter__(self) -> Iterator[Batch]:
-        self._handed_out = self._start  # a state asked for before the first batch is that of this loop
+        self._handed_out = self._start or 0  # a state asked for before the first batch is that of this loop
         return self._loop()
 
     def _loop(self) -> Iterator[Batch]:
         epoch, loaded = self._epoch, self._loaded
-        self._handed_out, self._start, self._resumed = self._start, 0, False
+        self._handed_out, self._start = self._start or 0, None
         first = self._handed_out // self._steps.accumulation_steps
         dataset, sampler = self._steps.read(epoch, first, self._batches)
         loader: DataLoader = DataLoader(
@@ -256,8 +243,8 @@ class GlobalPackedLoader:
             generator=torch.Generator().manual_seed(0),
             **self._workers,
         )
-        for joined, step in loader:
-            for batch in divide_again(joined, step):
+        for step in loader:
+            for batch in divide_again(*step):
                 if self._loaded != loaded:
                     raise RuntimeError("a state was loaded while this loop ran; begin a new loop, which goes on there")
                 self._handed_out += 1

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
 from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.given import integer, shown
-from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.profiles import Profile, ProfileError
 from deepspeed_distca.scheduler.shares import Shares
 
@@ -28,27 +26,21 @@ _EARLIER = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What batches will be trained and balanced with.
 
     Attributes:
         accumulation_steps: micro-batches of an optimizer step.
         servers: consecutive ranks that share documents and attention.
-        server_weights: of all ranks; None is equal parts.
-        cost: of attention; None is the H200 fit.
-        tolerance, min_gain: of the block.
+        placement: what ``place`` has to know of balancing, for the group of the rank.
     """
 
     accumulation_steps: int
     servers: int
-    server_weights: list[int] | None
-    cost: CostModel | None
-    tolerance: float
-    min_gain: float
+    placement: dict[str, Any]
 
 
-def read_settings(config: Mapping[str, Any] | str | Path | None, num_ranks: int) -> Settings:
+def read_settings(config: Mapping[str, Any] | str | Path | None, rank: int, num_ranks: int) -> Settings:
     """The settings of a DeepSpeed config, a mapping or a JSON file; those of an empty block for None.
 
     Raises:
@@ -65,7 +57,7 @@ def read_settings(config: Mapping[str, Any] | str | Path | None, num_ranks: int)
     servers = num_ranks if block.servers is None else block.servers
     if num_ranks % servers:
         raise DistCAConfigError(f"`{BLOCK}.servers` was given {servers}; allowed: a divisor of the {num_ranks} ranks")
-    advanced, weights = block.advanced, block.advanced.server_weights
+    advanced, weights, cost = block.advanced, block.advanced.server_weights, None
     if weights is not None:
         if len(weights) != num_ranks:
             raise DistCAConfigError(
@@ -73,13 +65,28 @@ def read_settings(config: Mapping[str, Any] | str | Path | None, num_ranks: int)
             )
         for first in range(0, num_ranks, servers):  # of all groups: an error is one on every rank
             Shares(weights[first : first + servers], servers, 0.0)
+        weights = weights[rank // servers * servers :][:servers]
+    if block.cost_model is not None:
+        try:
+            cost = Profile.load(Path(block.cost_model)).cost
+        except ProfileError as error:
+            raise DistCAConfigError(
+                f"`{BLOCK}.cost_model` was given {block.cost_model!r}, which the loader of every rank reads: {error}"
+            ) from None
+    # As DeepSpeed finds it: given, or what the two batch sizes leave.
+    steps = values.get(_ACCUMULATION)
+    whole, micro = values.get("train_batch_size"), values.get("train_micro_batch_size_per_gpu")
+    if steps is None and isinstance(whole, int) and isinstance(micro, int) and micro > 0:
+        steps = whole // (micro * num_ranks)
     return Settings(
-        _accumulation_steps(values, num_ranks),
+        1 if steps is None else integer(f"{_ACCUMULATION} in the config", steps, 1),
         servers,
-        weights,
-        _cost(block.cost_model),
-        advanced.tolerance,
-        MIN_GAIN if advanced.min_gain is None else advanced.min_gain,
+        {
+            "cost": cost,
+            "tolerance": advanced.tolerance,
+            "server_weights": weights,
+            "min_gain": MIN_GAIN if advanced.min_gain is None else advanced.min_gain,
+        },
     )
 
 
@@ -95,8 +102,6 @@ def refuse(arguments: Mapping[str, Any]) -> None:
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    if config is None:
-        return {}
     if isinstance(config, str | Path):
         try:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
@@ -104,26 +109,6 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
             raise ValueError(f"config {shown(str(config))} cannot be read: {error.strerror or error}") from error
         except ValueError as error:
             raise ValueError(f"config {shown(str(config))} is not valid JSON: {error}") from error
-    if not isinstance(config, Mapping):
+    if not isinstance(config, Mapping | None):
         raise TypeError(f"config must be the DeepSpeed config, a dict or the path of its file, got {shown(config)}")
-    return config
-
-
-def _accumulation_steps(values: Mapping[str, Any], num_ranks: int) -> int:
-    """As DeepSpeed finds it: given, or what the two batch sizes leave."""
-    given = values.get(_ACCUMULATION)
-    whole, micro = values.get("train_batch_size"), values.get("train_micro_batch_size_per_gpu")
-    if given is None and isinstance(whole, int) and isinstance(micro, int) and micro > 0:
-        given = whole // (micro * num_ranks)
-    return 1 if given is None else integer(f"{_ACCUMULATION} in the config", given, 1)
-
-
-def _cost(path: str | None) -> CostModel | None:
-    if path is None:
-        return None
-    try:
-        return Profile.load(Path(path)).cost
-    except ProfileError as error:
-        raise DistCAConfigError(
-            f"`{BLOCK}.cost_model` was given {path!r}, which the loader of every rank reads: {error}"
-        ) from None
+    return config or {}

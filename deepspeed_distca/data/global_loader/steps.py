@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from deepspeed_distca.data.documents import Document
-from deepspeed_distca.data.global_loader.batches import Batch, Packs, StepBatches, join
+from deepspeed_distca.data.global_loader.batches import Joined, Packs, StepBatches
 from deepspeed_distca.data.global_loader.packer import GlobalPacker, Step
 from deepspeed_distca.data.packing import PackingCounts
 from deepspeed_distca.data.sources import IndexedDocuments, StreamedDocuments
-
-#: Documents whose lengths are turned into Python integers at once.
-_BLOCK = 8192
 
 
 class Steps:
@@ -56,8 +53,13 @@ class Steps:
             "seed": seed,
             "shuffle": shuffle,
             "drop_last": drop_last,
-            **self._describe_source(),
         }
+        if isinstance(source, StreamedDocuments):
+            self.identity.update(documents="a stream", shuffle_buffer=shuffle_buffer)
+        else:
+            count, tokens = len(source), int(source.lengths.sum())
+            digest = hashlib.blake2b(source.lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
+            self.identity["documents"] = f"{count} of {tokens} tokens, lengths {digest}"
 
     @property
     def counts(self) -> PackingCounts:
@@ -76,18 +78,16 @@ class Steps:
         return self.accumulation_steps * sum(1 for _ in steps)
 
     def read(self, epoch: int, first: int, batches: StepBatches) -> tuple[Dataset[Any], Iterable[Packs] | None]:
-        """A dataset and a sampler for ``DataLoader``, whose items are the batches of a step, joined, from step
-        `first` on."""
+        """A dataset and a sampler for ``DataLoader``, whose items are the joined batches of a step, from step `first`
+        on."""
         self._packer = GlobalPacker(**self._packing)
         if isinstance(self._source, StreamedDocuments):
             return _Stream(self, self._source, epoch, first, batches), None
-        steps = self._indexed(self._source, epoch, self._packer)
-        return _Indexed(self._source, batches), _SkipFirst(steps, first, batches.group)
+        steps = islice(self._indexed(self._source, epoch, self._packer), first, None)
+        return _Indexed(self._source, batches), ([packs[batches.group] for packs in step] for step in steps)
 
-    def streamed(
-        self, source: StreamedDocuments, epoch: int, first: int, batches: StepBatches
-    ) -> Iterator[list[Batch]]:
-        """Batches of the steps of a stream from step `first` on.
+    def streamed(self, source: StreamedDocuments, epoch: int, first: int, batches: StepBatches) -> Iterator[Joined]:
+        """Joined batches of the steps of a stream from step `first` on.
 
         Raises:
             ValueError: the stream ends before that.
@@ -96,17 +96,16 @@ class Steps:
         left: dict[int, int] = {}  # tokens of held documents that were not in a step yet
 
         def documents() -> Iterator[tuple[int, int]]:
-            rng = np.random.default_rng((self._seed, epoch)) if self._shuffle else None
-            for index, document in enumerate(_shuffled(source.read(epoch), self._buffer, rng)):
+            for index, document in enumerate(_shuffled(source.read(epoch), self._buffer, self._generator(epoch))):
                 length = len(document.input_ids)
                 if 0 < length <= self._packer.longest or (length and self._packer.overflow == "split"):
                     held[index], left[index] = document, length
                 yield index, length
 
         found = 0
-        for number, step in enumerate(self._steps(documents(), self._packer)):
-            found = number + 1
-            if number >= first:
+        for step in self._steps(documents(), self._packer):
+            found += 1
+            if found > first:
                 yield batches([packs[batches.group] for packs in step], held)
             for piece in (piece for packs in step for pack in packs for piece in pack):
                 left[piece.document] -= piece.length
@@ -119,35 +118,16 @@ class Steps:
             )
 
     def _indexed(self, source: IndexedDocuments, epoch: int, packer: GlobalPacker) -> Iterator[Step]:
-        lengths = source.lengths
-        order = np.arange(len(lengths))
-        if self._shuffle:
-            order = np.random.default_rng((self._seed, epoch)).permutation(order)
-        blocks = (order[i : i + _BLOCK] for i in range(0, len(order), _BLOCK))
-        documents = (pair for block in blocks for pair in zip(block.tolist(), lengths[block].tolist(), strict=True))
-        return self._steps(documents, packer)
+        generator, order = self._generator(epoch), np.arange(len(source))
+        if generator is not None:
+            order = generator.permutation(order)
+        return self._steps(zip(map(int, order), map(int, source.lengths[order]), strict=True), packer)
 
     def _steps(self, documents: Iterator[tuple[int, int]], packer: GlobalPacker) -> Iterator[Step]:
         return packer.steps(documents, self.accumulation_steps, drop_last=self._drop_last)
 
-    def _describe_source(self) -> dict[str, Any]:
-        if isinstance(self._source, StreamedDocuments):
-            return {"documents": "a stream", "shuffle_buffer": self._buffer}
-        lengths = self._source.lengths
-        digest = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
-        return {"documents": f"{len(lengths)} of {int(lengths.sum())} tokens, lengths {digest}"}
-
-
-class _SkipFirst:
-    """Steps of one group as a sampler, without the first ones."""
-
-    def __init__(self, steps: Iterator[Step], first: int, group: int) -> None:
-        self._steps, self._first, self._group = steps, first, group
-
-    def __iter__(self) -> Iterator[Packs]:
-        for number, step in enumerate(self._steps):
-            if number >= self._first:
-                yield [packs[self._group] for packs in step]
+    def _generator(self, epoch: int) -> np.random.Generator | None:
+        return np.random.default_rng((self._seed, epoch)) if self._shuffle else None
 
 
 class _Indexed(Dataset):
@@ -156,18 +136,18 @@ class _Indexed(Dataset):
     def __init__(self, documents: IndexedDocuments, batches: StepBatches) -> None:
         self._documents, self._batches = documents, batches
 
-    def __getitem__(self, packs: Packs) -> tuple[torch.Tensor, list[Batch]]:
-        return join(self._batches(packs, self._documents))
+    def __getitem__(self, packs: Packs) -> Joined:
+        return self._batches(packs, self._documents)
 
 
 class _Stream(IterableDataset):
     """Batches of the steps of a stream, read where they are made."""
 
-    def __init__(self, steps: Steps, source: StreamedDocuments, epoch: int, first: int, batches: StepBatches) -> None:
-        self._steps, self._place = steps, (source, epoch, first, batches)
+    def __init__(self, steps: Steps, *place: Any) -> None:
+        self._steps, self._place = steps, place
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, list[Batch]]]:
-        return map(join, self._steps.streamed(*self._place))
+    def __iter__(self) -> Iterator[Joined]:
+        return self._steps.streamed(*self._place)
 
 
 def _shuffled(documents: Iterator[Document], size: int, rng: np.random.Generator | None) -> Iterator[Document]:
@@ -175,11 +155,8 @@ def _shuffled(documents: Iterator[Document], size: int, rng: np.random.Generator
     if rng is None:
         yield from documents
         return
-    buffer: list[Document] = []
+    buffer = list(islice(documents, size))
     for document in documents:
-        if len(buffer) < size:
-            buffer.append(document)
-            continue
         index = int(rng.integers(size))
         yield buffer[index]
         buffer[index] = document

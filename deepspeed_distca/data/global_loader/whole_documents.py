@@ -72,8 +72,7 @@ def subset(lengths: Sequence[int], works: Sequence[int], tokens: int, target: in
     # What every token costs at least is the same for all subsets.
     base = min(w / n for n, w in zip(lengths, works, strict=True))
     above = np.array([w - base * n for n, w in zip(lengths, works, strict=True)])
-    least, most = (_filled(lengths, above, tokens, descending) for descending in (False, True))
-    wanted = min(max(target - base * tokens, least), most)
+    wanted = max(target - base * tokens, 0.0)
     width = max(wanted / _STEPS, 1.0)
     best: tuple[int, list[int]] | None = None
     for attempt in range(_TRIES):
@@ -89,17 +88,6 @@ def subset(lengths: Sequence[int], works: Sequence[int], tokens: int, target: in
         if best is None or best[0] * 1000 <= target * _NEAR:
             break
     return best and best[1]
-
-
-def _filled(lengths: Sequence[int], work: np.ndarray, tokens: int, descending: bool) -> float:
-    """The least or the most work that so many tokens have, if documents could be cut: a bound of all subsets."""
-    order = sorted(range(len(lengths)), key=lambda i: (work[i] / lengths[i], i), reverse=descending)
-    filled = 0.0
-    for i in order:
-        part = min(tokens, lengths[i])
-        filled += float(work[i]) * part / lengths[i]
-        tokens -= part
-    return filled
 
 
 def _reached(lengths: Sequence[int], work: np.ndarray, tokens: int, wanted: float) -> list[list[int]]:
@@ -188,34 +176,25 @@ class _Batch:
         """The documents of two halves of the ranks."""
         shares = [sum(self._weights[rank] for rank in half) for half in halves]
         target = self._work(documents) * shares[0] // max(1, sum(shares))
+        order = sorted(documents, key=lambda d: (-self._lengths[d], d))
         best: tuple[int, tuple[list[int], list[int]]] | None = None
-        for size in dict.fromkeys(min(size, len(documents)) for size in _POOLS):
+        for size in dict.fromkeys(min(size, len(order)) for size in _POOLS):
             if best is not None and best[0] * 100 <= target:
                 break
-            parts = self._split_with(documents, halves, target, size)
-            if parts is not None:
-                error = abs(self._work(parts[0]) - target)
-                best = min(best or (error, parts), (error, parts), key=lambda found: found[0])
+            pool = _spaced(order, size)
+            lengths, works = ([of[d] for d in pool] for of in (self._lengths, self._works))
+            room = [sum(self._budgets[rank] for rank in half) for half in halves]
+            missing = [target, self._work(documents) - target]
+            parts = self._deal([d for d in order if d not in pool], sum(lengths), room, missing)
+            chosen = subset(lengths, works, room[0], max(0, missing[0])) if parts else None
+            if parts is None or chosen is None:
+                continue
+            for i, document in enumerate(pool):
+                parts[i not in chosen].append(document)
+            error = abs(self._work(parts[0]) - target)
+            if best is None or error < best[0]:
+                best = error, parts
         return best and best[1]
-
-    def _split_with(
-        self, documents: list[int], halves: tuple[list[int], list[int]], target: int, size: int
-    ) -> tuple[list[int], list[int]] | None:
-        """The same with a pool of so many documents."""
-        room = [sum(self._budgets[rank] for rank in half) for half in halves]
-        missing = [target, self._work(documents) - target]
-        order = sorted(documents, key=lambda d: (-self._lengths[d], d))
-        pool = _spaced(order, size)
-        taken = self._deal([d for d in order if d not in pool], sum(self._lengths[d] for d in pool), room, missing)
-        if taken is None:
-            return None
-        choice = [d for d in order if d in pool]
-        lengths, works = ([of[d] for d in choice] for of in (self._lengths, self._works))
-        chosen = subset(lengths, works, room[0], max(0, missing[0]))
-        if chosen is None:
-            return None
-        mine = {choice[i] for i in chosen}
-        return [*taken[0], *(d for d in choice if d in mine)], [*taken[1], *(d for d in choice if d not in mine)]
 
     def _deal(
         self, documents: list[int], reserve: int, room: list[int], missing: list[int]
@@ -244,9 +223,7 @@ class _Batch:
         return taken
 
 
-def _spaced(order: list[int], size: int) -> set[int]:
+def _spaced(order: list[int], size: int) -> list[int]:
     """So many documents of all lengths, but the longest: those are no choice of the last moment."""
-    count = len(order)
-    first = min(count // 4, max(0, count - size))
-    size = min(size, count - first)
-    return {order[first + i * (count - first) // size] for i in range(size)}
+    first = min(len(order) // 4, len(order) - size)
+    return [order[first + i * (len(order) - first) // size] for i in range(size)]

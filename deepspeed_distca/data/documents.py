@@ -61,90 +61,88 @@ def read_documents(
         if not isinstance(feature, Mapping) or "input_ids" not in feature:
             what = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else repr(feature)[:80]
             raise TypeError(f'feature {index}: expected a mapping with "input_ids", got {what}')
-        documents += _read_feature(feature, f"feature {index}", ignore_index)
+        try:
+            documents += _read_feature(feature, ignore_index)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"feature {index}: {error}") from None
     return documents
 
 
-def _read_feature(feature: Mapping[str, Any], where: str, ignore_index: int) -> list[Document]:
-    ids = _integers(feature["input_ids"], "input_ids", where)
+def _read_feature(feature: Mapping[str, Any], ignore_index: int) -> list[Document]:
+    ids = _integers(feature["input_ids"], "input_ids")
     if ids.ndim not in (1, 2):
-        raise ValueError(f"{where}: input_ids must be [tokens] or [rows, tokens], got shape {list(ids.shape)}")
-    labels = _like_input_ids(feature, "labels", ids, where)
-    shifted = _like_input_ids(feature, "shift_labels", ids, where)
+        raise ValueError(f"input_ids must be [tokens] or [rows, tokens], got shape {list(ids.shape)}")
+    labels = _like_input_ids(feature, "labels", ids)
+    shifted = _like_input_ids(feature, "shift_labels", ids)
     if labels is None and shifted is not None:
         raise ValueError(
-            f"{where}: shift_labels without labels; pass labels, unshifted and as long as input_ids: they are shifted "
+            "shift_labels without labels; pass labels, unshifted and as long as input_ids: they are shifted "
             "here, inside each document"
         )
     found = []
-    for start, stop in _find_documents(feature, ids, where):
+    for start, stop in _find_documents(feature, ids):
         tokens = ids.ravel()[start:stop]
         document = Document(tokens, tokens if labels is None else labels.ravel()[start:stop])
-        _check_values(document, where, ignore_index)
+        _check_values(document, ignore_index)
         if shifted is not None and not np.array_equal(shifted.ravel()[start : stop - 1], document.labels[1:]):
             raise ValueError(
-                f"{where}: shift_labels are not the next token's labels in the document at token {start}; the targets "
+                f"shift_labels are not the next token's labels in the document at token {start}; the targets "
                 "are made from labels here, so leave shift_labels out, or make them agree"
             )
         found.append(document)
     return found
 
 
-def _check_values(document: Document, where: str, ignore_index: int) -> None:
+def _check_values(document: Document, ignore_index: int) -> None:
     if document.input_ids.min() < 0:
-        raise ValueError(f"{where}: input_ids holds {document.input_ids.min()}; token ids are never negative")
+        raise ValueError(f"input_ids holds {document.input_ids.min()}; token ids are never negative")
     if document.labels is document.input_ids or document.labels.min() >= 0:
         return
     wrong = document.labels[(document.labels < 0) & (document.labels != ignore_index)]
     if wrong.size:
-        raise ValueError(
-            f"{where}: labels holds {wrong[0]}; a label is a token id, or {ignore_index} where there is no target"
-        )
+        raise ValueError(f"labels holds {wrong[0]}; a label is a token id, or {ignore_index} where there is no target")
 
 
-def _find_documents(feature: Mapping[str, Any], ids: np.ndarray, where: str) -> list[tuple[int, int]]:
+def _find_documents(feature: Mapping[str, Any], ids: np.ndarray) -> list[tuple[int, int]]:
     """The first token of each document and the one behind its last, counted through all rows."""
     tokens = ids.shape[-1]
     if all(feature.get(key) is None for key in _DESCRIPTIONS):  # as most documents come
         return [(start, start + tokens) for start in range(0, ids.size, tokens)] if tokens else []
     mask, numbers, positions = (
         None if values is None else values.ravel()
-        for values in (
-            _like_input_ids(feature, key, ids, where) for key in ("attention_mask", "seq_idx", "position_ids")
-        )
+        for values in (_like_input_ids(feature, key, ids) for key in ("attention_mask", "seq_idx", "position_ids"))
     )
     if mask is not None and mask.min(initial=0) < 0:
         raise ValueError(
-            f"{where}: attention_mask holds {mask.min()}; allowed are 0 on padding, and 1, or a number for each "
-            "document"
+            f"attention_mask holds {mask.min()}; allowed are 0 on padding, and 1, or a number for each document"
         )
     real = np.ones(ids.size, dtype=bool) if mask is None else mask != 0
-    claims = _claims_of_boundaries(feature, ids, real, where)
+    claims = _claims_of_boundaries(feature, ids, real)
     if not ids.size:
         return []
     if mask is not None and mask.max() > 1:
-        claims["attention_mask"] = _claim_of_numbers(mask, real, tokens, f"{where}: attention_mask")
+        claims["attention_mask"] = _claim_of_numbers(mask, real, tokens, "attention_mask")
     if numbers is not None:
         if numbers[real].min(initial=0) < 0:
             raise ValueError(
-                f"{where}: seq_idx holds {numbers[real].min()} at a token; if that is padding, leave it out or give "
+                f"seq_idx holds {numbers[real].min()} at a token; if that is padding, leave it out or give "
                 "an attention_mask that is 0 there"
             )
-        claims["seq_idx"] = _claim_of_numbers(numbers, real, tokens, f"{where}: seq_idx")
+        claims["seq_idx"] = _claim_of_numbers(numbers, real, tokens, "seq_idx")
     if positions is not None:
         claims["position_ids"] = _changes(positions - np.arange(ids.size), tokens)
-    begins = _agreed(claims or {"its row": np.arange(ids.size) % tokens == 0}, real, tokens, where)
+    begins = _agreed(claims or {"its row": np.arange(ids.size) % tokens == 0}, real, tokens)
     starts = np.flatnonzero(begins & real)
     if positions is not None and positions[starts].any():
         bad = starts[positions[starts] != 0][0]
         raise ValueError(
-            f"{where}: position_ids: the document at token {bad} begins at position {positions[bad]}, not 0; a piece "
+            f"position_ids: the document at token {bad} begins at position {positions[bad]}, not 0; a piece "
             "of a document needs an explicit layout that names its document and start"
         )
     return [(start, start + length) for start, length in zip(starts.tolist(), _lengths(begins, real), strict=True)]
 
 
-def _agreed(claims: Mapping[str, np.ndarray], real: np.ndarray, tokens: int, where: str) -> np.ndarray:
+def _agreed(claims: Mapping[str, np.ndarray], real: np.ndarray, tokens: int) -> np.ndarray:
     """Where documents and padding begin, bool like each of the claims, which must say the same of real tokens."""
     edges = _changes(real, tokens)
     runs = np.flatnonzero(edges & real)
@@ -152,7 +150,7 @@ def _agreed(claims: Mapping[str, np.ndarray], real: np.ndarray, tokens: int, whe
         for name, begins in claims.items():
             if not begins[start]:
                 raise ValueError(
-                    f"{where}: attention_mask has padding before token {start}, where by {name} a document goes on; "
+                    f"attention_mask has padding before token {start}, where by {name} a document goes on; "
                     "padding may stand before or behind a document's tokens, not as a hole among them; pass one "
                     "feature for each document, or tell them apart by position_ids or cu_seqlens"
                 )
@@ -160,7 +158,7 @@ def _agreed(claims: Mapping[str, np.ndarray], real: np.ndarray, tokens: int, whe
     for other, begins in others:
         if not np.array_equal(begins & real, expected & real):
             raise ValueError(
-                f"{where}: by {first} the documents have lengths {_lengths(expected, real)[:8]}, by {other} "
+                f"by {first} the documents have lengths {_lengths(expected, real)[:8]}, by {other} "
                 f"{_lengths(begins, real)[:8]}; they must agree, and position ids must start at 0 in every document "
                 "and rise by one"
             )
@@ -195,9 +193,7 @@ def _claim_of_numbers(numbers: np.ndarray, real: np.ndarray, tokens: int, name: 
     return begins
 
 
-def _claims_of_boundaries(
-    feature: Mapping[str, Any], ids: np.ndarray, real: np.ndarray, where: str
-) -> dict[str, np.ndarray]:
+def _claims_of_boundaries(feature: Mapping[str, Any], ids: np.ndarray, real: np.ndarray) -> dict[str, np.ndarray]:
     """Where documents begin, bool [tokens of all rows], by the layout and each kind of cu_seqlens."""
     rows, tokens = np.atleast_2d(ids).shape
     claims = {}
@@ -207,67 +203,63 @@ def _claims_of_boundaries(
             continue
         if key == "layout":
             if not isinstance(given, Layout) or given.num_ranks != 1 or given.segments[:, START].any():
-                raise ValueError(
-                    f"{where}: layout must be a Layout of one rank, whose documents are whole, got {given!r:.80}"
-                )
+                raise ValueError(f"layout must be a Layout of one rank, whose documents are whole, got {given!r:.80}")
             given = np.append(0, np.cumsum(given.segments[:, LENGTH]))
-        values = _integers(given, key, where)
+        values = _integers(given, key)
         if values.ndim > 2 or (values.ndim == 2 and len(values) not in (1, rows)):
             raise ValueError(
-                f"{where}: {key} must be [documents + 1], or a line of it for each row, got shape "
+                f"{key} must be [documents + 1], or a line of it for each row, got shape "
                 f"{list(values.shape)} beside input_ids of {list(ids.shape)}"
             )
         if values.ndim == 2 and len(values) > 1:
             if not values.size or values[:, 0].any() or (values[:, -1] != tokens).any():
-                raise ValueError(f"{where}: each line of {key} must go from 0 to the row's {tokens} tokens")
+                raise ValueError(f"each line of {key} must go from 0 to the row's {tokens} tokens")
             values = np.append(0, (values + tokens * np.arange(rows)[:, None])[:, 1:])
         values = values.ravel()
         if values.size == 0 or values[0] != 0 or (np.diff(values) < 0).any():
-            raise ValueError(f"{where}: {key} must start at 0 and never decrease, got {values.tolist()[:16]}")
+            raise ValueError(f"{key} must start at 0 and never decrease, got {values.tolist()[:16]}")
         end = int(values[-1])
         if end > ids.size or real[end:].any():
             raise ValueError(
-                f"{where}: {key} ends at [{end}], but input_ids has {ids.size} tokens; only padding, by an "
+                f"{key} ends at [{end}], but input_ids has {ids.size} tokens; only padding, by an "
                 "attention_mask, may stand behind the end"
             )
         claims[key] = np.bincount(values, minlength=ids.size + 1)[: ids.size] > 0
         firsts = slice(None, None, max(1, tokens))
         crossed = np.flatnonzero(~claims[key][firsts] & real[firsts])
         if len(crossed):
-            raise ValueError(f"{where}: by {key} a document crosses the beginning of row {crossed[0]}; rows are apart")
+            raise ValueError(f"by {key} a document crosses the beginning of row {crossed[0]}; rows are apart")
     return claims
 
 
-def _like_input_ids(feature: Mapping[str, Any], key: str, ids: np.ndarray, where: str) -> np.ndarray | None:
+def _like_input_ids(feature: Mapping[str, Any], key: str, ids: np.ndarray) -> np.ndarray | None:
     if feature.get(key) is None:
         return None
-    values = _integers(feature[key], key, where)
+    values = _integers(feature[key], key)
     if key == "position_ids" and values.ndim > 2:
         raise ValueError(
-            f"{where}: position_ids has shape {list(values.shape)}; multi-axis (3-D) position ids are not supported: "
+            f"position_ids has shape {list(values.shape)}; multi-axis (3-D) position ids are not supported: "
             f"pass one position for each token, of shape {list(ids.shape)}"
         )
     if ids.ndim + values.ndim == 3 and values.size == ids.size and 1 in (len(values), len(ids)):
         values = values.reshape(ids.shape)  # one row, written as [tokens] here and as [1, tokens] there
     if values.shape != ids.shape:
-        raise ValueError(
-            f"{where}: {key} has shape {list(values.shape)}, input_ids {list(ids.shape)}; they must agree"
-        )
+        raise ValueError(f"{key} has shape {list(values.shape)}, input_ids {list(ids.shape)}; they must agree")
     return values
 
 
-def _integers(values: Any, key: str, where: str) -> np.ndarray:
+def _integers(values: Any, key: str) -> np.ndarray:
     """int64 copy-free where possible, of a list, an array or a tensor on any device."""
     if hasattr(values, "detach"):
         values = values.detach().cpu().numpy()
     try:
         array = np.asarray(values)
     except ValueError:
-        raise ValueError(f"{where}: {key} is a ragged list; pass one feature for each document") from None
+        raise ValueError(f"{key} is a ragged list; pass one feature for each document") from None
     if array.size == 0:
         return array.astype(np.int64)
     if array.dtype == bool and key == "attention_mask":
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{where}: {key} must hold integers, got {array.dtype} ({str(values)[:60]})")
+        raise TypeError(f"{key} must hold integers, got {array.dtype} ({str(values)[:60]})")
     return array.astype(np.int64, copy=False)

@@ -8,6 +8,7 @@ A pure function of lengths, budget and seed, so that every rank computes the sam
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -132,44 +133,29 @@ def pack_documents(
     lengths = integers("lengths", lengths, 0)
     order = np.arange(len(lengths)) if seed is None else np.random.default_rng(seed).permutation(len(lengths))
     documents = ((document, lengths[document]) for document in order.tolist())
-    counts, rows, room = PackingCounts(), list[list[Piece]](), _Room()
-    limit = f"a row at most {max_tokens}; raise max_tokens"
+    counts, limit = PackingCounts(), f"a row at most {max_tokens}; raise max_tokens"
+    rows: list[list[Piece]] = []
+    # Rows that are not full: perhaps as many as documents, but of no more kinds than a row has tokens.
+    rooms: list[int] = []  # sorted
+    with_room: dict[int, list[int]] = defaultdict(list)  # rows by their room, heaps
     for piece in pieces_of(documents, max_tokens, overflow, counts, limit):
-        free, row = room.take(piece.length) or (max_tokens, len(rows))
-        if row == len(rows):
+        found = bisect_left(rooms, piece.length)
+        if found < len(rooms):
+            room = rooms[found]
+            row = heappop(with_room[room])
+            if not with_room[room]:
+                del rooms[found]
+        else:
+            room, row = max_tokens, len(rows)
             rows.append([])
         rows[row].append(piece)
-        room.add(free - piece.length, row)
+        room -= piece.length
+        if room:
+            if not with_room[room]:
+                insort(rooms, room)
+            heappush(with_room[room], row)
     dropped = counts.dropped_documents, counts.dropped_tokens
     return Packing(tuple(map(tuple, rows)), max_tokens, counts.split_documents, *dropped)
-
-
-class _Room:
-    """Rows that are not full: perhaps as many as documents, but of no more kinds than a row has tokens."""
-
-    def __init__(self) -> None:
-        self._free: list[int] = []  # sorted
-        self._rows: dict[int, list[int]] = {}  # by free tokens, a heap
-
-    def add(self, free: int, row: int) -> None:
-        """A row with so many free tokens, if any."""
-        if not free:
-            return
-        if free not in self._rows:
-            insort(self._free, free)
-            self._rows[free] = []
-        heappush(self._rows[free], row)
-
-    def take(self, tokens: int) -> tuple[int, int] | None:
-        """Free tokens and number of the row with the fewest that suffice, the first of several; None if none do."""
-        found = bisect_left(self._free, tokens)
-        if found == len(self._free):
-            return None
-        free = self._free[found]
-        row = heappop(self._rows[free])
-        if not self._rows[free]:
-            del self._rows[free], self._free[found]
-        return free, row
 
 
 class PackedRows(Dataset):

@@ -2,9 +2,10 @@
 """Where the documents of one global batch are stored: which rank holds which tokens, so that little has to move.
 
 The gradient is a sum over documents, so that any placement trains the same. Each rank has a token budget, which is
-met exactly, and an attention server with a share of the work. A document that costs more than one server's share must
-be computed by several, whatever its placement, and every one of them needs the keys in front of its queries. What
-placement decides is whether the queries travel as well, and how many servers there are:
+met exactly, and an attention server with a share of the work. First it is tried to cut no document at all
+(``whole_documents``). Else a document that costs more than one server's share must be computed by several, whatever
+its placement, and every one of them needs the keys in front of its queries. Placement decides whether the queries
+travel as well, and how many servers there are:
 
 - The longest document is cut from its end: the emptiest server stores as many of the last tokens as its share of the
   work allows, and short documents fill up its token budget. What is left is a shorter document. So few servers need
@@ -12,13 +13,9 @@ placement decides is whether the queries travel as well, and how many servers th
 - A document that fits is stored whole, where most work is missing.
 - What has to be cut for tokens alone is short; the rank with the most room gets its end.
 
-Before that it is tried to cut no document at all (``whole_documents``). Over NVLink steps were the fastest so, however
-uneven the work (docs/data.md); over slower links bytes count, and it must be even enough to stay where it is.
-
-How much work short documents will bring, and which documents are short, is uncertain while the long ones are placed.
-So several assumptions are tried, beside the plain order, and the scheduler itself tells which moves the fewest bytes.
-
-Every rank computes the same placement without talking to the others.
+How much work short documents will bring, and which are short, is uncertain while the long ones are placed. So several
+assumptions are tried, beside the plain order, and the scheduler itself tells which moves the fewest bytes. Every rank
+computes the same placement without talking to the others.
 """
 
 from __future__ import annotations

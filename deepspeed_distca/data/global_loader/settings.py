@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
 from deepspeed_distca.defaults import MIN_GAIN
@@ -26,22 +26,15 @@ _EARLIER = {
 }
 
 
-class Settings(NamedTuple):
-    """What batches will be trained and balanced with.
+def read_settings(
+    config: Mapping[str, Any] | str | Path | None, rank: int, num_ranks: int
+) -> tuple[int, int, dict[str, Any]]:
+    """What batches will be trained and balanced with, by a DeepSpeed config, a mapping or a JSON file; what is so with
+    an empty block for None.
 
-    Attributes:
-        accumulation_steps: micro-batches of an optimizer step.
-        servers: consecutive ranks that share documents and attention.
-        placement: what ``place`` has to know of balancing, for the group of the rank.
-    """
-
-    accumulation_steps: int
-    servers: int
-    placement: dict[str, Any]
-
-
-def read_settings(config: Mapping[str, Any] | str | Path | None, rank: int, num_ranks: int) -> Settings:
-    """The settings of a DeepSpeed config, a mapping or a JSON file; those of an empty block for None.
+    Returns:
+        micro-batches of an optimizer step; consecutive ranks that share documents and attention; what ``place`` has to
+        know of balancing, for the group of the rank.
 
     Raises:
         DistCAConfigError: a block that cannot be used, or none, or one that does not fit the ranks.
@@ -78,7 +71,7 @@ def read_settings(config: Mapping[str, Any] | str | Path | None, rank: int, num_
     whole, micro = values.get("train_batch_size"), values.get("train_micro_batch_size_per_gpu")
     if steps is None and isinstance(whole, int) and isinstance(micro, int) and micro > 0:
         steps = whole // (micro * num_ranks)
-    return Settings(
+    return (
         1 if steps is None else integer(f"{_ACCUMULATION} in the config", steps, 1),
         servers,
         {

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -18,48 +20,47 @@ from deepspeed_distca.data.packing import PackingCounts
 from deepspeed_distca.data.sources import IndexedDocuments, StreamedDocuments
 
 
+@dataclass
 class Steps:
     """Steps of documents in the order of an epoch, the same on every rank.
 
-    Args:
+    Attributes:
         source: of the documents.
         packing: options of :class:`GlobalPacker`.
         accumulation_steps: micro-batches of a step.
         seed, shuffle, shuffle_buffer: the order, see :class:`GlobalPackedLoader`.
         drop_last: leave an incomplete last step out.
-
-    Attributes:
-        identity: all that decides which documents are in which micro-batch, as plain values. Where they are stored may
-            change in a resumed run, and with it the number of ranks and their budgets, as long as their sums do not.
     """
 
-    def __init__(
-        self,
-        source: IndexedDocuments | StreamedDocuments,
-        *,
-        packing: dict[str, Any],
-        accumulation_steps: int,
-        seed: int,
-        shuffle: bool,
-        shuffle_buffer: int,
-        drop_last: bool,
-    ) -> None:
-        self.accumulation_steps = accumulation_steps
-        self._source, self._packing, self._packer = source, packing, GlobalPacker(**packing)
-        self._seed, self._shuffle, self._buffer, self._drop_last = seed, shuffle, shuffle_buffer, drop_last
-        self.identity = {
-            **packing,
-            "gradient_accumulation_steps": accumulation_steps,
-            "seed": seed,
-            "shuffle": shuffle,
-            "drop_last": drop_last,
-        }
-        if isinstance(source, StreamedDocuments):
-            self.identity.update(documents="a stream", shuffle_buffer=shuffle_buffer)
+    source: IndexedDocuments | StreamedDocuments
+    packing: dict[str, Any]
+    accumulation_steps: int
+    seed: int
+    shuffle: bool
+    shuffle_buffer: int
+    drop_last: bool
+
+    def __post_init__(self) -> None:
+        self._packer = GlobalPacker(**self.packing)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """All that decides which documents are in which micro-batch, as plain values. Where they are stored may change
+        in a resumed run, and with it the number of ranks and their budgets, as long as their sums do not."""
+        if isinstance(self.source, StreamedDocuments):
+            documents = {"documents": "a stream", "shuffle_buffer": self.shuffle_buffer}
         else:
-            count, tokens = len(source), int(source.lengths.sum())
-            digest = hashlib.blake2b(source.lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
-            self.identity["documents"] = f"{count} of {tokens} tokens, lengths {digest}"
+            lengths = self.source.lengths
+            digest = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
+            documents = {"documents": f"{len(lengths)} of {int(lengths.sum())} tokens, lengths {digest}"}
+        return {
+            **self.packing,
+            "gradient_accumulation_steps": self.accumulation_steps,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            **documents,
+        }
 
     @property
     def counts(self) -> PackingCounts:
@@ -72,19 +73,19 @@ class Steps:
         Raises:
             TypeError: for a stream.
         """
-        if isinstance(self._source, StreamedDocuments):
+        if isinstance(self.source, StreamedDocuments):
             raise TypeError("the number of micro-batches of a stream is not known beforehand")
-        steps = self._indexed(self._source, epoch, GlobalPacker(**self._packing))
+        steps = self._indexed(self.source, epoch, GlobalPacker(**self.packing))
         return self.accumulation_steps * sum(1 for _ in steps)
 
     def read(self, epoch: int, first: int, batches: StepBatches) -> tuple[Dataset[Any], Iterable[Packs] | None]:
         """A dataset and a sampler for ``DataLoader``, whose items are the joined batches of a step, from step `first`
         on."""
-        self._packer = GlobalPacker(**self._packing)
-        if isinstance(self._source, StreamedDocuments):
-            return _Stream(self, self._source, epoch, first, batches), None
-        steps = islice(self._indexed(self._source, epoch, self._packer), first, None)
-        return _Indexed(self._source, batches), ([packs[batches.group] for packs in step] for step in steps)
+        self._packer = GlobalPacker(**self.packing)
+        if isinstance(self.source, StreamedDocuments):
+            return _Stream(self, self.source, epoch, first, batches), None
+        steps = islice(self._indexed(self.source, epoch, self._packer), first, None)
+        return _Indexed(self.source, batches), ([packs[batches.group] for packs in step] for step in steps)
 
     def streamed(self, source: StreamedDocuments, epoch: int, first: int, batches: StepBatches) -> Iterator[Joined]:
         """Joined batches of the steps of a stream from step `first` on.
@@ -96,7 +97,9 @@ class Steps:
         left: dict[int, int] = {}  # tokens of held documents that were not in a step yet
 
         def documents() -> Iterator[tuple[int, int]]:
-            for index, document in enumerate(_shuffled(source.read(epoch), self._buffer, self._generator(epoch))):
+            for index, document in enumerate(
+                _shuffled(source.read(epoch), self.shuffle_buffer, self._generator(epoch))
+            ):
                 length = len(document.input_ids)
                 if 0 < length <= self._packer.longest or (length and self._packer.overflow == "split"):
                     held[index], left[index] = document, length
@@ -124,10 +127,10 @@ class Steps:
         return self._steps(zip(map(int, order), map(int, source.lengths[order]), strict=True), packer)
 
     def _steps(self, documents: Iterator[tuple[int, int]], packer: GlobalPacker) -> Iterator[Step]:
-        return packer.steps(documents, self.accumulation_steps, drop_last=self._drop_last)
+        return packer.steps(documents, self.accumulation_steps, drop_last=self.drop_last)
 
     def _generator(self, epoch: int) -> np.random.Generator | None:
-        return np.random.default_rng((self._seed, epoch)) if self._shuffle else None
+        return np.random.default_rng((self.seed, epoch)) if self.shuffle else None
 
 
 class _Indexed(Dataset):

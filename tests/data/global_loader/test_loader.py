@@ -12,24 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_distca.config import DistCAConfigError
 from deepspeed_distca.data import AccumulationLoader
 from deepspeed_distca.data.global_loader import GlobalPackedLoader
-from deepspeed_distca.data.global_loader.batches import divide_again, join
+from tests.data.batches import corpus, same, spread
 from tests.data.configs import by_pairs, config
-
-VOCABULARY = 50_000
-
-
-def corpus(lengths, seed: int = 0) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCABULARY, size=int(n)) for n in lengths]
-
-
-def spread(count: int, seed: int = 0) -> list[np.ndarray]:
-    """Documents of very different lengths, the longest of several ranks' budgets of 64 tokens."""
-    lengths = np.random.default_rng(seed).lognormal(2.6, 1.0, size=count).astype(int) + 1
-    return corpus(np.minimum(lengths, 150), seed)
 
 
 def epochs(documents, ranks: int, count: int = 1, **options) -> list[list[list[dict]]]:
@@ -70,14 +56,6 @@ def check_exact(documents, ranks: list[list[dict]]) -> None:
     found = documents_of(ranks)
     assert Counter(tuple(ids) for ids, _ in found) == Counter(tuple(map(int, d)) for d in documents if len(d))
     assert all(targets == [*ids[1:], -100] for ids, targets in found)
-
-
-def same(a: list[dict], b: list[dict]) -> bool:
-    """Bit-identical batches."""
-    return len(a) == len(b) and all(
-        x.keys() == y.keys() and all(torch.equal(x[k], y[k]) if torch.is_tensor(x[k]) else x[k] == y[k] for k in x)
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
@@ -488,79 +466,3 @@ def test_a_loaded_place_is_given_up_with_a_warning_only(caplog) -> None:
         "range(loader.epoch, epochs) to go on there"
     ]
     assert same(list(resumed), expected[2])
-
-
-def test_a_worker_hands_a_step_over_in_one_tensor() -> None:
-    """Each tensor takes a file descriptor; a worker that has none left loses the step, and its loader waits."""
-    loader = GlobalPackedLoader(spread(60), rank=0, num_ranks=2, tokens_per_rank=48, config=config(4))
-    batches = list(islice(loader, 4))
-    joined, rest = join(batches)
-    assert joined.numel() == sum(v.numel() for batch in batches for v in batch.values() if torch.is_tensor(v))
-    assert not any(torch.is_tensor(value) for _, batch in rest for value in batch.values())
-    assert len(batches) == 4 and same(divide_again(joined, rest), batches)
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_weights_of_any_group_are_an_error_on_every_rank(rank: int) -> None:
-    options = dict(rank=rank, num_ranks=4, tokens_per_rank=8)
-    for weights, words in (
-        ([1, 1, 0, 0], "server_weights"),
-        ([1, 1, 1, 2_000_000], "server_weights"),
-        ("measured", "`distca.advanced.server_weights` was given 'measured'"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            GlobalPackedLoader([[1, 2]], **options, config=config(servers=2, advanced={"server_weights": weights}))
-    with pytest.raises(ValueError, match=r"tokens_per_rank must be whole numbers.*got 8\.0"):
-        GlobalPackedLoader([[1, 2]], **{**options, "tokens_per_rank": 8.0})
-
-
-def test_the_deepspeed_config_says_what_both_must_know(tmp_path) -> None:
-    documents, given = (
-        spread(80),
-        config(2, servers=2, cost_model=by_pairs(), advanced={"server_weights": [1, 2, 1, 2]}),
-    )
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(given))
-    expected = list(GlobalPackedLoader(documents, 64, given, rank=3, num_ranks=4))
-    assert expected[0]["layout"].num_ranks == 2 and len(expected) % 2 == 0
-    for same_config in (path, str(path)):
-        assert same(list(GlobalPackedLoader(documents, 64, same_config, rank=3, num_ranks=4)), expected)
-    assert not same(list(GlobalPackedLoader(documents, 64, config(2, servers=2), rank=3, num_ranks=4)), expected)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "steps"),
-    [
-        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 1}, 6),
-        ({"train_batch_size": 12}, 1),
-        ({"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}, 2),
-    ],
-)
-def test_accumulation_steps_are_those_that_deepspeed_finds(sizes: dict, steps: int) -> None:
-    loader = GlobalPackedLoader(spread(40), 64, {**sizes, "distca": {}}, rank=0, num_ranks=2)
-    assert loader.state_dict()["identity"]["gradient_accumulation_steps"] == steps
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        ({"gradient_accumulation_steps": 2}, DistCAConfigError, 'no `distca` block that is enabled.*"enabled": true'),
-        (config(enabled=False), DistCAConfigError, "no `distca` block that is enabled"),
-        (config(tolerance=0.1), DistCAConfigError, 'write "advanced": {"tolerance": 0.1}'),
-        (config(cost_model="nowhere.json"), DistCAConfigError, "`distca.cost_model` was given 'nowhere.json'"),
-        (config("auto"), ValueError, "gradient_accumulation_steps in the config must be an integer >= 1, got 'auto'"),
-        ("nowhere.json", ValueError, "config 'nowhere.json' cannot be read"),
-        (3, TypeError, "config must be the DeepSpeed config, a dict or the path of its file, got 3"),
-    ],
-)
-def test_configs_that_cannot_be_used(given, error, words) -> None:
-    with pytest.raises(error, match=words):
-        GlobalPackedLoader([[1, 2]], 8, given, rank=0, num_ranks=2)
-
-
-@pytest.mark.parametrize("name", ["servers", "gradient_accumulation_steps", "cost", "tolerance", "server_weights"])
-def test_earlier_arguments_are_told_where_they_are_said_now(name: str) -> None:
-    with pytest.raises(TypeError, match=f"takes no {name}: it reads .* in the DeepSpeed config"):
-        GlobalPackedLoader([[1, 2]], 8, rank=0, num_ranks=2, **{name: 1})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'shuffel'"):
-        GlobalPackedLoader([[1, 2]], 8, rank=0, num_ranks=2, shuffel=True)

@@ -6,10 +6,10 @@
 Two ranks, one with a single document and one with sixteen of a sixteenth of its length, in models as wide as
 Llama-3.2-1B (2048, feed-forward 8192, 32/8 heads of 64) and Llama-3-8B (4096, 14336, 32/8 heads of 128). Everything is
 predicted by the cost model, nothing measured: by the shipped one of an H200, or by the file of a profile. Of a layer's
-phase "saves" is what balance saves after its transfers, "costs" what moving rows costs beside them: the larger of
-`min_gain` of the phase and the price of a moved layer and its messages. Rows move where the first is at least the
-second. "Gain" is what is left, of the predicted time of both phases: attention on the busiest rank and the linear
-layers' matrix products; a step has more in it.
+phase "plain" is the time with every row at home: the linear layers' matrix products and attention on the busiest rank.
+"Moved" is the device's time with balance and its transfers, "host" what the host takes for such a layer. Rows move
+where the later of the two saves at least `min_gain` of plain. "Gain" is what is left, of both phases; a step has more
+in it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENS = tuple(1024 * 2**i for i in range(2, 7))
 COLUMNS = (
     "width",
     "tokens",
-    *(f"{phase}: {what}" for phase in PHASES for what in ("saves", "costs", "moves")),
+    *(f"{phase}: {what}" for phase in PHASES for what in ("plain", "moved", "host", "moves")),
     "gain",
 )
 
@@ -56,10 +56,10 @@ def row(model: SimpleNamespace, tokens: int, given: CostModel | None) -> tuple[s
         # What balance would do at any price.
         freely = Worth(layout, None, phase, cost, replace(options, min_gain=0.0), early=True)
         _, spread = freely.spread(RouteCompiler(layout, worth.home.rows))
-        saves, costs = worth.before - worth.seconds(spread), worth.price(int(spread.messages(phase).max()))
+        device, host = worth.moved(worth.seconds(spread), int(spread.messages(phase).max()))
         moves = worth.spread(RouteCompiler(layout, worth.home.rows))[1].moves_rows
-        cells += [f"{saves * 1e3:.2f}", f"{costs * 1e3:.2f}", "yes" if moves else "no"]
-        left, whole = left + moves * (saves - costs), whole + worth.whole
+        cells += [*(f"{seconds * 1e3:.2f}" for seconds in (worth.whole, device, host)), "yes" if moves else "no"]
+        left, whole = left + moves * (worth.whole - max(device, host)), whole + worth.whole
     return str(model.hidden_size), f"{tokens:,}", *cells, f"{left / whole:.1%}"
 
 

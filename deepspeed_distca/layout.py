@@ -225,6 +225,12 @@ class Layout:
         return self._pieces
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every document lies in one segment."""
+        document = self.segments[self.order, DOCUMENT]
+        return not (document[1:] == document[:-1]).any()
+
+    @property
     def tokens(self) -> np.ndarray:
         """Tokens stored on each rank, int64 [num_ranks]."""
         return np.bincount(self.segments[:, RANK], weights=self.segments[:, LENGTH], minlength=self.num_ranks).astype(

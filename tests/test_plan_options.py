@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from deepspeed_distca.config import parse_config
 from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.plan_options import linear_flops, plan_options
+from deepspeed_distca.scheduler import worth
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads
@@ -116,7 +118,8 @@ def test_a_plan_that_saves_too_little_keeps_every_row_at_home(lengths, weights, 
     min_gain = share * (before - after) / whole
     options = PlanOptions(0.0, 128, None, weights, min_gain, linear_flops=flops)
     server = lone_server(cost, options, NoExchange(early=True))
-    server.plan_tick("forward", [(layout, None, 1)], note=True)
+    with mock.patch.dict(worth.PLAIN_HOST, forward=0.0):
+        server.plan_tick("forward", [(layout, None, 1)], note=True)
     expected = free.loads_before if share > 1 else free.loads
     assert server.planned.predicted_server_seconds == (cost.seconds(expected) / speeds).tolist()
 

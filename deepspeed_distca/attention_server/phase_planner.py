@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -11,8 +12,8 @@ from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import CostModel, Phase
 from deepspeed_distca.scheduler.digest import digest
-from deepspeed_distca.scheduler.routes import RouteCompiler
-from deepspeed_distca.scheduler.tasks import Tasks
+from deepspeed_distca.scheduler.routes import RouteCompiler, home_routes
+from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
 from deepspeed_distca.scheduler.worth import PlanOptions, Worth
 
 
@@ -43,14 +44,22 @@ class PlannedPhase:
     weights: tuple[int, ...] | None = None
 
 
-@dataclass
 class _Home:
-    """A layout with every query where it is stored, and this rank's part of that once it was asked for."""
+    """A layout with every query where it is stored. What is worked out is kept: both phases ask for it."""
 
-    layout: Layout
-    window: int | None
-    compiler: RouteCompiler
-    part: RankPlan | None = None
+    def __init__(self, layout: Layout, window: int | None, rank: int) -> None:
+        self.layout, self.window, self._rank = layout, window, rank
+        self.rows = home_tasks(layout, window)
+        self.whole = layout.is_whole
+
+    @cached_property
+    def compiler(self) -> RouteCompiler:
+        return RouteCompiler(self.layout, self.rows)
+
+    @cached_property
+    def part(self) -> RankPlan:
+        """This rank's."""
+        return RankPlan(home_routes(self.layout, self._rank) if self.whole else self.compiler.rank(self._rank))
 
 
 class PhasePlanner:
@@ -69,25 +78,25 @@ class PhasePlanner:
 
     def plan(self, layout: Layout, window: int | None, phase: Phase, layers: int) -> PlannedPhase:
         """The plan of a phase of so many layers with one window."""
-        worth = Worth(layout, window, phase, self._cost, self._options, early=self._early)
-        # Everything at home is the same in either phase.
         if self._home is None or self._home.layout is not layout or self._home.window != window:
-            self._home = _Home(layout, window, RouteCompiler(layout, worth.home.rows))
+            self._home = _Home(layout, window, self._server)
         home = self._home
-        tasks, compiler = worth.spread(home.compiler)
-        if compiler is not home.compiler:
-            part = RankPlan(compiler.rank(self._server))
+        worth = Worth(layout, window, phase, self._cost, self._options, early=self._early, rows=home.rows)
+        sizes = np.zeros((2, layout.num_ranks, layout.num_ranks), dtype=np.int64)
+        if home.whole and worth.stays():
+            tasks, part = worth.home, home.part
         else:
-            part = home.part = home.part or RankPlan(compiler.rank(self._server))
-        out, back = compiler.bytes_between(self._cost.heads, phase)
+            tasks, compiler = worth.spread(home.compiler)
+            part = home.part if compiler is home.compiler else RankPlan(compiler.rank(self._server))
+            sizes[:] = compiler.bytes_between(self._cost.heads, phase)
         return PlannedPhase(
             phase,
             window,
             layers,
             tasks,
             part,
-            layers * (out + back).sum(axis=1),
-            np.maximum(out, back),
+            layers * sizes.sum(axis=(0, 2)),
+            sizes.max(axis=0),
             digest(layout, tasks, phase=phase, window=window).value,
             worth.weights,
         )

@@ -116,13 +116,9 @@ _REFERENCE_HEADS = Heads(query=32, key_value=8, head_dim=128)
 _H200_FORWARD = PhaseCost(pair=27_093, query_row=6_967_785, key_row=0, task=1_824_430_452)
 _H200_BACKWARD = PhaseCost(pair=66_108, query_row=10_305_242, key_row=21_324_438, task=2_035_929_155)
 
-# Not fitted but derived, from one step. A Llama of 16 layers (hidden 2048, heads 32/8 of 64, 8192 tokens a rank, one
-# document against sixteen; two H200s, bf16, ZeRO-1) took 31 ms longer than plain. By its plan rows moved in backward
-# alone, with 12 messages, and should have saved 0.4 ms a layer: so that they move costs 31 / 16 + 0.4 = 2.3 ms. For a
-# message a host's own time on a CPU is taken, about 20 us to send or receive it; a layer's forward took about 0.8
-# times the time of its backward there.
-_H200_MOVING_FORWARD = MovingCost(layer=1_650_000_000_000, message=20_000_000_000)
-_H200_MOVING_BACKWARD = MovingCost(layer=2_060_000_000_000, message=20_000_000_000)
+# By `measure_moving` on two H200s (host: Intel Xeon, 2026-11-30), peer copies, heads of 64 and of 128 together.
+_H200_MOVING_FORWARD = MovingCost(layer=725_000_000_000, message=11_000_000_000)
+_H200_MOVING_BACKWARD = MovingCost(layer=1_370_000_000_000, message=11_000_000_000)
 
 
 @dataclass(frozen=True)

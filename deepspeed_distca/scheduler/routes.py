@@ -251,9 +251,7 @@ class RouteCompiler:
         local = local.take(np.argsort(local.q_start, kind="stable"))
         home_rows = int(self._home_rows[rank])
         if not len(self._remote):
-            none, nobody = np.zeros((0, 4), dtype=np.int64), np.zeros(0, dtype=bool)
-            tasks = TaskRanges(_NONE, _NONE, _NONE, _NONE)
-            return Routes(rank, home_rows, local, tasks, (), 0, 0, *(none,) * 4, nobody, nobody, none, none)
+            return _at_home(rank, home_rows, local)
 
         mine = self._remote[:, SERVER] == rank
         t = self._remote[mine]
@@ -286,6 +284,20 @@ class RouteCompiler:
             relay_in=relayed[relayed[:, 0] == rank][:, [1, 3, 4, 5]],
             relay_out=relayed[relayed[:, 1] == rank][:, [0, 3, 4, 5]],
         )
+
+
+def home_routes(layout: Layout, rank: int) -> Routes:
+    """A rank's part of the plan that computes everything at home, of a layout of whole documents: the same as
+    :class:`RouteCompiler` gives for ``home_tasks``."""
+    mine = layout.segments[layout.segments[:, RANK] == rank, LENGTH]
+    start = np.cumsum(mine) - mine
+    return _at_home(rank, int(mine.sum()), TaskRanges(start, mine, start, mine))
+
+
+def _at_home(rank: int, rows: int, local: TaskRanges) -> Routes:
+    none, nobody = np.zeros((0, 4), dtype=np.int64), np.zeros(0, dtype=bool)
+    tasks = TaskRanges(_NONE, _NONE, _NONE, _NONE)
+    return Routes(rank, rows, local, tasks, (), 0, 0, none, none, none, none, nobody, nobody, none, none)
 
 
 class _SegmentIndex:

@@ -24,6 +24,11 @@ from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Ta
 LINEAR_WORK = {"forward": 1, "backward": 2}
 
 
+#: Seconds that a host takes for a phase of a layer in which nothing moves: the model's code, autograd's, DeepSpeed's.
+#: Derived from whole steps: see docs/cost_model.md, "What moving rows costs".
+PLAIN_HOST: dict[Phase, float] = {"forward": 2.4e-3, "backward": 4.8e-3}
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """What planning depends on beside the layout; the same on every rank. See ``DistCAConfig`` for the meanings."""
@@ -54,6 +59,7 @@ class Worth:
         cost: predicts the seconds of tasks and transfers, and of moving rows at all.
         options: how to plan.
         early: whether results leave as soon as they are there; otherwise once either end has done all its tasks.
+        rows: ``home_tasks`` of the layout, where they are known.
 
     Attributes:
         home: the tasks at home.
@@ -63,11 +69,20 @@ class Worth:
     """
 
     def __init__(
-        self, layout: Layout, window: int | None, phase: Phase, cost: CostModel, options: PlanOptions, *, early: bool
+        self,
+        layout: Layout,
+        window: int | None,
+        phase: Phase,
+        cost: CostModel,
+        options: PlanOptions,
+        *,
+        early: bool,
+        rows: np.ndarray | None = None,
     ) -> None:
         self._layout, self._window, self._phase = layout, window, phase
         self._cost, self._options, self._early = cost, options, early
-        rows, loads = home_tasks(layout, window), np.zeros(layout.num_ranks, dtype=np.int64)
+        rows = home_tasks(layout, window) if rows is None else rows
+        loads = np.zeros(layout.num_ranks, dtype=np.int64)
         np.add.at(loads, rows[:, SERVER], self._task_cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START]))
         self.home = Tasks(rows, loads, loads)
         speeds, passes = options.server_weights, layout.tokens * LINEAR_WORK[phase]
@@ -93,12 +108,10 @@ class Worth:
         Args:
             at_home: compiled from the tasks at home.
         """
-        # Where documents continue on other ranks rows are exchanged anyway; a server of weight 0 computes nothing,
-        # whatever that costs.
-        frugal = self._options.min_gain > 0 and 0 not in (self._options.server_weights or ())
-        frugal = frugal and not at_home.moves_rows
-        if frugal and self.before - self.least() < self.price(FEWEST_MESSAGES[self._phase]):
-            return self.home, at_home  # without a search
+        # Where documents continue on other ranks rows are exchanged anyway.
+        frugal = self._frugal and not at_home.moves_rows
+        if frugal and self.stays():
+            return self.home, at_home
         tasks = balance(
             self._layout,
             self._cost,
@@ -112,24 +125,33 @@ class Worth:
         compiler = RouteCompiler(self._layout, tasks.rows)
         if not frugal or not compiler.moves_rows:
             return tasks, compiler
-        saved = self.before - self.seconds(compiler)
-        pays = saved >= self.price(int(compiler.messages(self._phase).max()))
-        return (tasks, compiler) if pays else (self.home, at_home)
+        messages = int(compiler.messages(self._phase).max())
+        return (tasks, compiler) if self.pays(self.seconds(compiler), messages) else (self.home, at_home)
+
+    @property
+    def _frugal(self) -> bool:
+        """Whether rows have to be worth it. A server of weight 0 computes nothing, whatever that costs."""
+        return self._options.min_gain > 0 and 0 not in (self._options.server_weights or ())
+
+    def stays(self) -> bool:
+        """Whether the sums alone say that moving rows does not pay, where none has to travel: nothing is searched."""
+        return self._frugal and not self.pays(self.least(), FEWEST_MESSAGES[self._phase])
 
     def tolerance(self) -> float:
         """Of a balance that is to pay: the one given, or half a granule of the longest document where that is more
         than twice as much, in small micro-batches. There one cut comes as near as any, and further ranges that make up
-        for what is left cost more, in messages and calls of the kernel, than they save.
+        for what is left cost more, in messages and calls of the kernel, than they save. A tolerance of 0 is kept.
         """
         last = int(self.home.rows[:, Q_END].max(initial=0))
         terms, granule = self._cost.phase(self._phase), min(last, self._options.granularity)
         cost = terms.pair * pairs(last - granule, last, self._window) + terms.query_row * granule
         total = int(self.home.loads.sum())
         half = cost * len(self.home.loads) / (2 * total) if total else 0.0
-        return half if half > 2 * self._options.tolerance else self._options.tolerance
+        return half if half > 2 * self._options.tolerance > 0 else self._options.tolerance
 
     def seconds(self, compiler: RouteCompiler) -> float:
-        """Predicted seconds of one layer's phase with its transfers, without their :meth:`price`. With speeds it
+        """Predicted seconds of one layer's phase with its transfers, without what the host
+        does for them (:meth:`moved`). With speeds it
         begins with the linear work."""
         at_home, away = (load / UNITS_PER_SECOND / self._speeds for load in compiler.loads(self._task_cost))
         sizes = compiler.bytes_between(self._cost.heads, self._phase)
@@ -141,15 +163,22 @@ class Worth:
         work = int(self.home.loads.sum()) / UNITS_PER_SECOND + math.fsum(linear)
         return work / math.fsum(self._speeds.tolist())
 
-    def price(self, messages: int) -> float:
-        """Seconds that moving rows costs beside the transfers. It is the larger of two things, which a layer does not
-        pay one after the other: the device's, the share ``min_gain`` of all that it does, and the host's, for which a
-        device with that much to do need not wait (docs/design.md, "When rows move").
+    def moved(self, seconds: float, messages: int) -> tuple[float, float]:
+        """Seconds of a layer's phase, its linear work with it, in which rows move: the device's and the host's.
 
         Args:
+            seconds: see :meth:`seconds`.
             messages: of the rank with the most of them.
         """
-        return max(self._options.min_gain * self.whole, self._cost.moving_seconds(self._phase, messages))
+        device, moving = self.whole - self.before + seconds, self._cost.moving_seconds(self._phase, messages)
+        if not self._options.linear_flops:
+            return device + moving, 0.0  # how far the host is ahead is not known
+        return device, PLAIN_HOST[self._phase] + moving
+
+    def pays(self, seconds: float, messages: int) -> bool:
+        """Whether moving rows saves at least the share ``min_gain`` of the phase: a step takes as long as the later of
+        its device and its host (docs/design.md, "When rows move"). Arguments: see :meth:`moved`."""
+        return self.whole - max(self.moved(seconds, messages)) >= self._options.min_gain * self.whole
 
     def _task_cost(self, q_start: np.ndarray, q_end: np.ndarray, k_start: np.ndarray) -> np.ndarray:
         return self._cost.cost(q_start, q_end, k_start, self._window, self._phase)

@@ -25,7 +25,7 @@ from deepspeed_distca.scheduler.cost_model import CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import Tasks
-from deepspeed_distca.scheduler.worth import LINEAR_WORK, PlanOptions, Worth, phase_seconds
+from deepspeed_distca.scheduler.worth import LINEAR_WORK, PLAIN_HOST, PlanOptions, Worth, phase_seconds
 from tests.huggingface.lone_server import NoExchange, lone_server
 from tests.scheduler.strategies import layouts
 
@@ -98,7 +98,7 @@ def test_linear_work_and_attention_end_together(lengths, speeds, window, phase, 
 @given(LENGTHS, st.sampled_from(PHASES), st.sampled_from([0.0, 0.01, 0.04]))
 def test_without_speeds_attention_alone_is_balanced(lengths, phase, min_gain) -> None:
     """Whatever numbers of tokens the ranks have; and rows stay at home by the linear work of the most tokens, or where
-    less is saved than moving them costs at all."""
+    the host would be later."""
     layout = Layout.from_lengths(lengths)
     plan, free = (planned(layout, None, phase, min_gain=gain) for gain in (min_gain, 0.0))
     assert plan.weights is None
@@ -112,7 +112,8 @@ def test_without_speeds_attention_alone_is_balanced(lengths, phase, min_gain) ->
         linear = NVLINK.linear_seconds(FLOPS * int(layout.tokens.max()) * LINEAR_WORK[phase])
         before = float((tasks.loads_before / 1e15).max())
         seconds, price = predicted(layout, phase, tasks)
-        left = before - seconds - max(min_gain * (linear + before), price)
+        later = max(linear + seconds, PLAIN_HOST[phase] + price)
+        left = (1 - min_gain) * (linear + before) - later
         assert abs(left) < 1e-12 or moved == (left > 0)
 
 

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.relays import RelayRule
-from deepspeed_distca.scheduler.routes import HOME_ROW, PEER, ROWS, WORK_ROW, RouteCompiler, Routes
+from deepspeed_distca.scheduler.routes import (
+    HOME_ROW,
+    PEER,
+    ROWS,
+    WORK_ROW,
+    RouteCompiler,
+    Routes,
+    TaskRanges,
+    home_routes,
+)
 from deepspeed_distca.scheduler.tasks import home_tasks
 from tests.distributed.random_plans import random_layout, random_tasks
 
@@ -199,3 +208,26 @@ def test_empty_layout(world: int) -> None:
     layout = Layout.from_lengths([[] for _ in range(world)])
     plan = RouteCompiler(layout, np.zeros((0, 5), dtype=np.int64)).rank(world - 1)
     assert plan.is_local and not len(plan.local) and plan.home_rows == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 300), max_size=5), min_size=1, max_size=4), st.sampled_from([None, 1, 64]))
+def test_whole_documents_at_home_need_no_compiler(lengths, window) -> None:
+    layout = Layout.from_lengths(lengths)
+    assert layout.is_whole
+    compiler = RouteCompiler(layout, home_tasks(layout, window))
+    for rank in range(layout.num_ranks):
+        for name, value in vars(compiler.rank(rank)).items():
+            mine = getattr(home_routes(layout, rank), name)
+            if isinstance(value, TaskRanges):
+                assert all(
+                    np.array_equal(a, b) for a, b in zip(vars(mine).values(), vars(value).values(), strict=True)
+                )
+            else:
+                assert np.array_equal(mine, value) and np.shape(mine) == np.shape(value), name
+
+
+def test_a_document_in_two_segments_is_not_whole() -> None:
+    assert not Layout.from_ranks([[(0, 0, 5)], [(0, 5, 3)]]).is_whole
+    assert not Layout.from_ranks([[(0, 0, 5), (1, 0, 2), (0, 5, 3)]]).is_whole
+    assert Layout.from_ranks([[(7, 0, 5)], [(3, 0, 3)]]).is_whole

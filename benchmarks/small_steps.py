@@ -2,15 +2,17 @@
 """Small steps with and without the plugin, in turns, and what a layer whose rows move costs the host.
 
     torchrun --nproc_per_node 2 benchmarks/small_steps.py --widths 2048 4096 --tokens 4096 8192 16384 32768 \\
-        --zero 1 --steps 8 --json results.json --save results.md
+        --zero 1 --host --json results.json --save results.md
 
 Models are as wide as Llama-3.2-1B (2048: 16 layers, feed-forward 8192, 32/8 heads of 64) and Llama-3-8B (4096: 4
 layers, 14336, 32/8 heads of 128), vocabulary 32000, bf16, AdamW, Liger's kernels where they are installed. "plain" is
-transformers' own flash attention under DeepSpeed, "plugin" the same with a `distca` block. Both take what
-transformers' flattening collator makes of the same documents. Batches: "even", one document of all tokens on every
-rank; "short", sixteen on every rank; "long|short", one on even ranks and sixteen on odd ones. A step is timed from a
-barrier to a barrier, so that nothing of it is hidden under the step before; the two take turns, there and back. The
-ideal of "long|short" is the mean of plain's "even" and "short". Milliseconds are medians of the slowest rank.
+transformers' own flash attention under DeepSpeed, with transformers' flattening collator. "plugin" is the same with a
+`distca` block and PackedSequenceCollator, "two lines" the same with a block alone: documents are then read from the
+device, for which the host waits. Batches: "even", one document of all tokens on every rank; "short", sixteen on every
+rank; "long|short", one on even ranks and sixteen on odd ones. All take turns, there and back, of `--chunk` steps in a
+row, which are timed from a barrier to a barrier: 1 lets nothing of a step hide under the one before, as training does.
+The ideal of "long|short" is the mean of plain's "even" and "short". Milliseconds of a step are medians of the slowest
+rank.
 
 `--host` adds the host's time to queue a layer's core attention behind a busy device: with everything at home, and with
 rows moved as the plan of "long|short" would move them at any price. To try the script on CPU:
@@ -38,7 +40,7 @@ from steps.ending import leave
 from steps.measure import gather_floats, keep_busy
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
-import deepspeed_distca  # noqa: F401  hooks deepspeed.initialize
+import deepspeed_distca
 from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from deepspeed_distca.attention_server.exchange.process_group import exchange_group
@@ -59,7 +61,7 @@ from deepspeed_distca.scheduler.tasks import home_tasks
 MODELS = {2048: (16, 8192, 64), 4096: (4, 14336, 128), 64: (2, 128, 16)}
 VOCABULARY = 32000
 MIXES = ("even", "short", "long|short")
-KINDS = ("plain", "plugin")
+KINDS = ("plain", "plugin", "two lines")
 #: Layers whose host time is taken at once: fewer launches than a device's queue holds.
 LAYERS = 8
 
@@ -72,8 +74,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true", help="engine.compile()")
     parser.add_argument("--block", type=json.loads, default={}, help="JSON, more keys of the `distca` block")
-    parser.add_argument("--steps", type=int, default=8, help="measured, of each kind on each batch")
-    parser.add_argument("--warm-up", type=int, default=2, help="before them")
+    parser.add_argument("--turns", type=int, default=3, help="measured, of each kind on each batch")
+    parser.add_argument("--chunk", type=int, default=4, help="steps of a turn")
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--attention", default="flash_attention_4", help="of plain; sdpa on CPU")
     parser.add_argument("--budget-seconds", type=float, default=1e9, help="no further model is begun after that")
@@ -150,7 +152,7 @@ def build(args: argparse.Namespace, kind: str, width: int, zero: int, device: to
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
         "steps_per_print": 10**9,
     }
-    if kind == "plugin":
+    if kind != "plain":
         config["distca"] = {"enabled": True, **args.block}
     heads = width // head_dim
     architecture = LlamaConfig(
@@ -181,20 +183,22 @@ def model_steps(
     args: argparse.Namespace, width: int, zero: int, device: torch.device, results: dict[str, Any]
 ) -> None:
     """Collective: all batches of one model, appended to the results as they come."""
-    engines = {kind: build(args, kind, width, zero, device) for kind in KINDS}
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    engines = {kind: build(args, kind, width, zero, device) for kind in KINDS[:2]}
+    engines["two lines"] = engines["plugin"]
+    flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    collators = {"plain": flatten, "plugin": deepspeed_distca.PackedSequenceCollator(), "two lines": flatten}
     draw = np.random.default_rng(dist.get_rank())
     for tokens in args.tokens:
         for mix in MIXES:
-            batch = collate([{"input_ids": draw.integers(0, VOCABULARY, n).tolist()} for n in lengths(mix, tokens)])
-            batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+            rows = [{"input_ids": draw.integers(0, VOCABULARY, n).tolist()} for n in lengths(mix, tokens)]
+            batches = {kind: on_device(collate(rows), device) for kind, collate in collators.items()}
             keep_busy(device)  # a card is fast after the pause between two batches
             taken: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
-            for turn in range(args.warm_up + args.steps):
+            for turn in range(args.turns + 1):  # the first is not counted
                 for kind in KINDS[:: -1 if turn % 2 else 1]:
-                    seconds = step(engines[kind], batch, device)
-                    if turn >= args.warm_up:
-                        taken[kind].append(gather_floats([seconds], device))
+                    seconds = steps(engines[kind], batches[kind], args.chunk if turn else 1, device)
+                    if turn:
+                        taken[kind].append(gather_floats([seconds / args.chunk], device))
             stats = engines["plugin"].distca.stats
             row = {
                 "width": width,
@@ -204,26 +208,31 @@ def model_steps(
                 "balance": [stats.balance_before, stats.balance_after],
                 "planning_ms": stats.planning_ms,
                 "bytes_moved": stats.bytes_moved,
-                "steps": {kind: [[s * 1e3 for (s,) in ranks] for ranks in steps] for kind, steps in taken.items()},
+                "turns": {kind: [[s * 1e3 for (s,) in ranks] for ranks in turns] for kind, turns in taken.items()},
             }
-            row["ms"] = {kind: statistics.median(map(max, steps)) for kind, steps in row["steps"].items()}
+            row["ms"] = {kind: statistics.median(map(max, turns)) for kind, turns in row["turns"].items()}
             results["steps"].append(row)
             if dist.get_rank() == 0:
                 print(f"width {width} ZeRO-{zero} {tokens} {mix}: {row['ms']} {stats}", flush=True)
-    for engine in engines.values():
-        engine.destroy()
+    for kind in KINDS[:2]:
+        engines[kind].destroy()
     engines.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def step(engine: Any, batch: dict[str, Any], device: torch.device) -> float:
-    """Seconds of an optimizer step. Collective."""
+def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
+
+
+def steps(engine: Any, batch: dict[str, Any], count: int, device: torch.device) -> float:
+    """Seconds of optimizer steps in a row. Collective."""
     meet(device)
     start = time.perf_counter()
-    loss = engine(**batch, use_cache=False).loss
-    engine.backward(loss)
-    engine.step()
+    for _ in range(count):
+        loss = engine(**batch, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
@@ -274,7 +283,7 @@ def host_times(width: int, tokens: int, device: torch.device) -> dict[str, Any]:
         for call in calls:
             meet(device)
             if device.type == "cuda":
-                torch.cuda._sleep(int(4e8))  # the host is ahead of the device for all that is queued
+                torch.cuda._sleep(int(1e8))  # the host is ahead of the device for all that is queued
             start = time.perf_counter()
             call()
             taken.append((time.perf_counter() - start) / LAYERS * 1e3)
@@ -284,7 +293,7 @@ def host_times(width: int, tokens: int, device: torch.device) -> dict[str, Any]:
     for plan in plans:
         once(plan)
         once(plan)
-    turns = [[once(plan) for plan in plans] for _ in range(9)]
+    turns = [[once(plan) for plan in plans] for _ in range(5)]
     mine = [statistics.median(turn[p][phase] for turn in turns) for phase in range(2) for p in range(2)]
     everyone = gather_floats(mine, device)
     worst = {
@@ -300,11 +309,11 @@ def tables(results: dict[str, Any]) -> str:
     lines = [
         f"{about['ranks']} x {about['card']}, {about['processor']}; {about['date']}, torch {about['torch']}, "
         f"DeepSpeed {about['deepspeed']}, checkpointing {about['checkpointing']}, compile {about['compile']}, "
-        f"Liger {about['liger']}, block {json.dumps(about['block'])}."
+        f"Liger {about['liger']}, turns of {about['chunk']} steps, block {json.dumps(about['block'])}."
     ]
     if results["steps"]:
-        lines += ["", "| width | ZeRO | tokens | batch | plain, ms | plugin, ms | of plain | share of the ideal |"]
-        lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+        lines += ["", "| width | ZeRO | tokens | batch | plain, ms | plugin | of plain | ideal | two lines |"]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
     plain = {(row["width"], row["zero"], row["tokens"], row["mix"]): row["ms"]["plain"] for row in results["steps"]}
     for row in results["steps"]:
         key, ms = (row["width"], row["zero"], row["tokens"]), row["ms"]
@@ -314,7 +323,8 @@ def tables(results: dict[str, Any]) -> str:
             share = f"{(ms['plain'] - ms['plugin']) / (ms['plain'] - ideal):.0%} of {ms['plain'] / ideal:.2f}x"
         mix = row["mix"].replace("|", "\\|") + (", moved" if row["bytes_moved"] else "")
         cells = (*key[:2], f"{key[2]:,}", mix, f"{ms['plain']:.1f}", f"{ms['plugin']:.1f}")
-        lines.append(f"| {' | '.join(map(str, cells))} | {ms['plugin'] / ms['plain']:.3f} | {share} |")
+        of_plain = [f"{ms[kind] / ms['plain']:.3f}" for kind in KINDS[1:]]
+        lines.append(f"| {' | '.join(map(str, cells))} | {of_plain[0]} | {share} | {of_plain[1]} |")
     if results["host"]:
         lines += ["", "| width | tokens | host, ms a layer: forward at home, moved | backward | messages |"]
         lines += ["| --- | --- | --- | --- | --- |"]

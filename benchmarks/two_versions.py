@@ -149,7 +149,6 @@ def work(args: argparse.Namespace) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     turn = Turn(args.turns, args.worker, args.ranks)
     rank, end = int(os.environ["RANK"]), time.monotonic() + args.budget_seconds
-    turn.wait()
     deepspeed.init_distributed("nccl" if cuda else "gloo")
     engine = build(args, device, deepspeed)
     draw = np.random.default_rng(rank)
@@ -184,6 +183,7 @@ def work(args: argparse.Namespace) -> None:
             torch.cuda.synchronize()
 
     late: list[bool] = []
+    turn.wait()
     for name in ("even", "long|short"):  # kernels are compiled, optimizer states made
         step(batches[name])
     turn.over(rank)

@@ -16,7 +16,6 @@ from deepspeed_distca.data.global_loader.regrouping import regroup
 from deepspeed_distca.data.packing import Piece
 from deepspeed_distca.data.sources import IndexedDocuments
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.cost_model import CostModel
 
 Batch = dict[str, Any]
 #: For each micro-batch of a step, the pieces of a group's pack and the documents that they are of.
@@ -75,7 +74,7 @@ class StepBatches:
         """The pieces of the step by the micro-batch that they are trained in."""
         if not self.regroup:
             return packs
-        work = work_of(self.placement["cost"] or CostModel.fitted(), self.placement["window"])
+        work = work_of(self.placement["cost"], self.placement["window"])
         lengths = [[piece.length for piece in pack] for pack in packs]
         ranks = sum(tokens > 0 for tokens in self.budgets)
         groups = regroup(lengths, ranks, max(self.budgets), lambda length: work(0, length))

@@ -116,7 +116,7 @@ class GlobalPackedLoader:
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         budgets = _budgets(tokens_per_rank, self.num_ranks)
         groups = [budgets[i : i + servers] for i in range(0, self.num_ranks, servers)]
-        group, place = divmod(self.rank, servers)
+        group, member = divmod(self.rank, servers)
         self._source = read_source(documents)
         self._steps = Steps(
             self._source,
@@ -128,7 +128,7 @@ class GlobalPackedLoader:
             drop_last=drop_last,
         )
         self._batches = StepBatches(
-            rank=place,
+            rank=member,
             group=group,
             budgets=groups[group],
             placement={"placement": placement, "window": window, **balancing},

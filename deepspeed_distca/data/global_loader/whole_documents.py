@@ -72,8 +72,7 @@ def subset(lengths: Sequence[int], works: Sequence[int], tokens: int, target: in
     # What every token costs at least is the same for all subsets.
     base = min(w / n for n, w in zip(lengths, works, strict=True))
     above = np.array([w - base * n for n, w in zip(lengths, works, strict=True)])
-    least, most = (_bound(lengths, above, tokens, descending) for descending in (False, True))
-    wanted = min(max(target - base * tokens, least), most)
+    wanted = min(max(target - base * tokens, 0.0), float(above.sum()))
     width = max(wanted / _STEPS, 1.0)
     best: tuple[int, list[int]] | None = None
     for attempt in range(_TRIES):
@@ -89,16 +88,6 @@ def subset(lengths: Sequence[int], works: Sequence[int], tokens: int, target: in
         if best is None or best[0] * 1000 <= target * _NEAR:
             break
     return best and best[1]
-
-
-def _bound(lengths: Sequence[int], work: np.ndarray, tokens: int, descending: bool) -> float:
-    """The least or the most work that so many tokens have, if documents could be cut."""
-    bound = 0.0
-    for i in sorted(range(len(lengths)), key=lambda i: (work[i] / lengths[i], i), reverse=descending):
-        part = min(tokens, lengths[i])
-        bound += float(work[i]) * part / lengths[i]
-        tokens -= part
-    return bound
 
 
 def _reached(lengths: Sequence[int], work: np.ndarray, tokens: int, wanted: float) -> list[list[int]]:

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of a step: which micro-batch its documents are in, where they are stored, and a rank's part of them."""
+"""The steps of an epoch: which documents they have, in which order, which micro-batch these are in, where they are
+stored, and a rank's batches of them, as workers make them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from deepspeed_distca.data.documents import Document
 from deepspeed_distca.data.from_layout import ROWS, batch_from_layout
+from deepspeed_distca.data.global_loader.packer import GlobalPacker, Step
 from deepspeed_distca.data.global_loader.placement import place, work_of
 from deepspeed_distca.data.global_loader.regrouping import regroup
-from deepspeed_distca.data.packing import Piece
-from deepspeed_distca.data.sources import IndexedDocuments
+from deepspeed_distca.data.packing import PackingCounts, Piece
+from deepspeed_distca.data.sources import IndexedDocuments, StreamedDocuments
 from deepspeed_distca.layout import Layout
 
 Batch = dict[str, Any]
@@ -84,3 +91,150 @@ class StepBatches:
     def layout(self, lengths: Sequence[int]) -> Layout:
         """Where the tokens of documents of these lengths are stored."""
         return place(lengths, self.budgets, **self.placement)
+
+
+@dataclass
+class Steps:
+    """Steps of documents in the order of an epoch, the same on every rank.
+
+    Attributes:
+        source: of the documents.
+        packing: options of :class:`GlobalPacker`.
+        accumulation_steps: micro-batches of a step.
+        seed, shuffle, shuffle_buffer: the order, see :class:`GlobalPackedLoader`.
+        drop_last: leave an incomplete last step out.
+    """
+
+    source: IndexedDocuments | StreamedDocuments
+    packing: dict[str, Any]
+    accumulation_steps: int
+    seed: int
+    shuffle: bool
+    shuffle_buffer: int
+    drop_last: bool
+
+    def __post_init__(self) -> None:
+        self._packer = GlobalPacker(**self.packing)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """All that decides which documents are in which micro-batch, as plain values. Where they are stored may change
+        in a resumed run, and with it the number of ranks and their budgets, as long as their sums do not."""
+        if isinstance(self.source, StreamedDocuments):
+            documents = {"documents": "a stream", "shuffle_buffer": self.shuffle_buffer}
+        else:
+            lengths = self.source.lengths
+            digest = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
+            documents = {"documents": f"{len(lengths)} of {int(lengths.sum())} tokens, lengths {digest}"}
+        return {
+            **self.packing,
+            "gradient_accumulation_steps": self.accumulation_steps,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            **documents,
+        }
+
+    @property
+    def counts(self) -> PackingCounts:
+        """Of the epoch that is read."""
+        return self._packer.counts
+
+    def micro_batches(self, epoch: int) -> int:
+        """Of an epoch of indexed documents.
+
+        Raises:
+            TypeError: for a stream.
+        """
+        if isinstance(self.source, StreamedDocuments):
+            raise TypeError("the number of micro-batches of a stream is not known beforehand")
+        steps = self._indexed(self.source, epoch, GlobalPacker(**self.packing))
+        return self.accumulation_steps * sum(1 for _ in steps)
+
+    def read(self, epoch: int, first: int, batches: StepBatches) -> tuple[Dataset[Any], Iterable[Packs] | None]:
+        """A dataset and a sampler for ``DataLoader``, whose items are the joined batches of a step, from step `first`
+        on."""
+        self._packer = GlobalPacker(**self.packing)
+        if isinstance(self.source, StreamedDocuments):
+            return _Stream(self, self.source, epoch, first, batches), None
+        steps = islice(self._indexed(self.source, epoch, self._packer), first, None)
+        return _Indexed(self.source, batches), ([packs[batches.group] for packs in step] for step in steps)
+
+    def streamed(self, source: StreamedDocuments, epoch: int, first: int, batches: StepBatches) -> Iterator[Joined]:
+        """Joined batches of the steps of a stream from step `first` on.
+
+        Raises:
+            ValueError: the stream ends before that.
+        """
+        held: dict[int, Document] = {}
+        left: dict[int, int] = {}  # tokens of held documents that were not in a step yet
+
+        def documents() -> Iterator[tuple[int, int]]:
+            for index, document in enumerate(
+                _shuffled(source.read(epoch), self.shuffle_buffer, self._generator(epoch))
+            ):
+                length = len(document.input_ids)
+                if 0 < length <= self._packer.longest or (length and self._packer.overflow == "split"):
+                    held[index], left[index] = document, length
+                yield index, length
+
+        found = 0
+        for step in self._steps(documents(), self._packer):
+            found += 1
+            if found > first:
+                yield batches([packs[batches.group] for packs in step], held)
+            for piece in (piece for packs in step for pack in packs for piece in pack):
+                left[piece.document] -= piece.length
+                if not left[piece.document]:
+                    del left[piece.document], held[piece.document]
+        if found < first:
+            raise ValueError(
+                f"the stream ended after {found} steps of epoch {epoch}, but the state that was loaded is at step "
+                f"{first}: it has other documents than the run that saved the state"
+            )
+
+    def _indexed(self, source: IndexedDocuments, epoch: int, packer: GlobalPacker) -> Iterator[Step]:
+        generator, order = self._generator(epoch), np.arange(len(source))
+        if generator is not None:
+            order = generator.permutation(order)
+        return self._steps(zip(map(int, order), map(int, source.lengths[order]), strict=True), packer)
+
+    def _steps(self, documents: Iterator[tuple[int, int]], packer: GlobalPacker) -> Iterator[Step]:
+        return packer.steps(documents, self.accumulation_steps, drop_last=self.drop_last)
+
+    def _generator(self, epoch: int) -> np.random.Generator | None:
+        return np.random.default_rng((self.seed, epoch)) if self.shuffle else None
+
+
+class _Indexed(Dataset):
+    """Batches of steps, whose packs are the index."""
+
+    def __init__(self, documents: IndexedDocuments, batches: StepBatches) -> None:
+        self._documents, self._batches = documents, batches
+
+    def __getitem__(self, packs: Packs) -> Joined:
+        return self._batches(packs, self._documents)
+
+
+class _Stream(IterableDataset):
+    """Batches of the steps of a stream, read where they are made."""
+
+    def __init__(self, steps: Steps, *place: Any) -> None:
+        self._steps, self._place = steps, place
+
+    def __iter__(self) -> Iterator[Joined]:
+        return self._steps.streamed(*self._place)
+
+
+def _shuffled(documents: Iterator[Document], size: int, rng: np.random.Generator | None) -> Iterator[Document]:
+    """Draws from a buffer of `size` documents that is filled up again; in order without a generator."""
+    if rng is None:
+        yield from documents
+        return
+    buffer = list(islice(documents, size))
+    for document in documents:
+        index = int(rng.integers(size))
+        yield buffer[index]
+        buffer[index] = document
+    for index in rng.permutation(len(buffer)).tolist():
+        yield buffer[index]

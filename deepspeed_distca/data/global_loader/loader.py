@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from deepspeed_distca.data.checks import check_state, one_of, plain
-from deepspeed_distca.data.global_loader.batches import Batch, StepBatches, divide_again
+from deepspeed_distca.data.global_loader.batches import Batch, StepBatches, Steps, divide_again
 from deepspeed_distca.data.global_loader.packer import Fill
 from deepspeed_distca.data.global_loader.placement import PLACEMENTS, Placement
 from deepspeed_distca.data.global_loader.settings import read_settings, refuse
-from deepspeed_distca.data.global_loader.steps import Steps
 from deepspeed_distca.data.packing import Overflow, PackingCounts
 from deepspeed_distca.data.sources import StreamedDocuments, read_source
 from deepspeed_distca.given import integer, integers

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
-from deepspeed_distca.huggingface.probe import Fault, Targets, Weighting, examine
+from deepspeed_distca.huggingface.probe import Fault, Probe, Targets, Weighting
 from deepspeed_distca.huggingface.row_rope import longest_document, row_rules
 from deepspeed_distca.huggingface.tiny_forwards import TinyForwards
 
@@ -68,14 +68,18 @@ def find_contract(
     Raises:
         UnsupportedModelError: the model does not keep the contract.
     """
-    longest = longest_document(rules := row_rules(decoder))
+    rules = row_rules(decoder)
+    longest = longest_document(rules)
     if not probe:
         return Contract(longest_document=longest)
     name = f"{type(decoder).__name__} ({decoder.config.model_type})"
     forwards = TinyForwards(module, decoder, modules, device, forget)
     try:
         with forwards.ready():
-            found = examine(forwards, decoder, min((rule.limit for rule in rules), default=None))
+            asked = Probe(forwards, decoder, min((rule.limit for rule in rules), default=None))
+            asked.neighbours()
+            takes_positions = asked.alone()
+            return Contract(*asked.loss(), takes_positions, whole_rows=asked.whole_rows, longest_document=longest)
     except UnsupportedModelError:
         raise
     except Fault as fault:
@@ -85,6 +89,3 @@ def find_contract(
             f"{name} failed when it was tried on tiny documents: {type(error).__name__}: {error}. Set "
             "`distca.advanced.probe` to false to go without this trial, if the model can train on such batches"
         ) from error
-    return Contract(
-        found.targets, found.takes_shift_labels, found.weighting, found.takes_positions, found.whole_rows, longest
-    )

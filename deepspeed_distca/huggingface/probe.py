@@ -8,8 +8,7 @@ Every rank runs the same forwards with the same tokens, whatever they show, sinc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,68 +30,31 @@ class Fault(Exception):
     """What was found wrong with a model; does not name it."""
 
 
-@dataclass(frozen=True)
-class Findings:
-    """See ``contract.Contract``."""
-
-    targets: Targets | None
-    takes_shift_labels: bool
-    weighting: Weighting | None
-    takes_positions: bool
-    whole_rows: bool
-
-
-def examine(forwards: TinyForwards, decoder: PreTrainedModel, longest: int | None) -> Findings:
-    """What the forwards of a model show.
+class Probe:
+    """Three questions to one model, to be asked in this order: :meth:`neighbours`, :meth:`alone`, :meth:`loss`.
 
     Args:
+        forwards: of the model; ready.
         longest: the longest document whose positions all rotary embeddings treat alike; None: any.
-
-    Raises:
-        Fault: what a document gets is not what it gets alone.
-    """
-    row = _Row.of_at_most(min(x for x in (longest, _most_positions(decoder), 44) if x))
-    judge = _Judge(forwards, row, _ordinary_tokens(decoder), _rounding(decoder))
-    judge.neighbours()
-    takes_positions = judge.alone()
-    targets, shift, weighting = (None, False, None) if judge.whole_rows else judge.loss()
-    return Findings(targets, shift, weighting, takes_positions, judge.whole_rows)
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A long document, and after it three that are watched, with others between and behind."""
-
-    lengths: list[int]
-
-    @classmethod
-    def of_at_most(cls, tokens: int) -> _Row:
-        size, between = (3, 3) if tokens >= 44 else (2, 1)
-        tail = [size, between, size, between, size, between]
-        return cls([max(1, tokens - sum(tail)), *tail])
-
-    @property
-    def size(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def watched(self) -> list[slice]:
-        ends = np.cumsum(self.lengths).tolist()
-        return [slice(ends[i] - self.lengths[i], ends[i]) for i in (1, 3, 5)]
-
-
-class _Judge:
-    """Looks at the forwards of one model.
 
     Attributes:
         whole_rows: it has one result for a whole row.
+
+    Raises:
+        Fault: here and in every question: what a document gets is not what it gets alone.
     """
 
-    def __init__(self, forwards: TinyForwards, row: _Row, tokens: np.ndarray, rounding: float) -> None:
-        self._forwards, self._tokens, self._rounding = forwards, tokens, rounding
+    def __init__(self, forwards: TinyForwards, decoder: PreTrainedModel, longest: int | None) -> None:
+        self._forwards = forwards
+        self._tokens, self._rounding = _ordinary_tokens(decoder), _rounding(decoder)
         self._random = np.random.RandomState(0)
-        self._row = row
-        self._whole = self._draw(row.size // 2)
+        most = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
+        most = min(x for x in (longest, most, 44) if x)
+        # A long document, and after it three that are watched, with others between and behind.
+        rest = [3, 3] * 3 if most >= 44 else [2, 1] * 3
+        self._row = [max(1, most - sum(rest)), *rest]
+        self._size = sum(self._row)
+        self._whole = self._draw(self._size // 2)
         self._alone = forwards.run(self._whole, [len(self._whole)], positions=False)
         if not self._alone.of(self._alone.base):
             raise Fault("its base model returns no tensor with a row for each token")
@@ -103,21 +65,20 @@ class _Judge:
 
         All rows are of one size here: the same tokens go through the same kernels.
         """
-        row = self._row
-        # Such models may take one row at a time. The documents watched are last: what has no room for all has none
-        # for them.
-        self._batch = 1 if self.whole_rows else 2
-        before = (self._batch - 1) * row.size
-        self._watched = [slice(d.start + before, d.stop + before) for d in row.watched]
+        # Models with one result for a row may take one row at a time. The documents watched are last: what has no
+        # room for all has none for them.
+        batch = 1 if self.whole_rows else 2
+        lengths = [*[self._size] * (batch - 1), *self._row]
+        ends = np.cumsum(lengths).tolist()
+        self._watched = [slice(ends[i] - lengths[i], ends[i]) for i in (-6, -4, -2)]
         # One token everywhere goes to the same experts: if those have no room for a whole batch, it shows.
-        ids = np.full(before + row.size, self._tokens[0])
+        ids = np.full(ends[-1], self._tokens[0])
         others = self._draw(len(ids))
         for document in self._watched:
             others[document] = ids[document]
-        lengths = [*[row.size] * (self._batch - 1), *row.lengths]
-        first = self._forwards.run(ids, lengths, batch=self._batch, training=True)
+        first = self._forwards.run(ids, lengths, batch=batch, training=True)
         same = [Like(first, document, document) for document in self._watched]
-        second = self._forwards.run(others, lengths, batch=self._batch, training=True, like=same)
+        second = self._forwards.run(others, lengths, batch=batch, training=True, like=same)
         # One of three documents may stand well by chance.
         error = float(np.median([_errors(second.rows(), like).max() for like in same]))
         if not error <= self._rounding:
@@ -135,7 +96,7 @@ class _Judge:
             whether a piece of a document, given its position ids and the keys before it, has the results it has in the
             whole document, so that documents may continue on other ranks.
         """
-        alone, whole, size = self._alone, self._whole, self._row.size
+        alone, whole, size = self._alone, self._whole, self._size
         others = self._draw(size - len(whole))
         like = Like(alone, slice(len(others), size), slice(len(whole)))
         packed = self._forwards.run(np.append(others, whole), [len(others), len(whole)], like=[like])
@@ -159,17 +120,14 @@ class _Judge:
         return self._forwards.takes("position_ids") and error <= self._rounding
 
     def loss(self) -> tuple[Targets | None, bool, Weighting | None]:
-        """How the loss reads labels, shift_labels and num_items_in_batch; after :meth:`neighbours`.
+        """How the loss reads labels, shift_labels and num_items_in_batch: see ``contract.Contract``.
 
         Seen from how much the loss changes with the label of one token, which other losses have no part in.
         """
-        unknown = None, False, None
-        if not self._forwards.takes("labels"):
-            return unknown
         place = self._watched[0].start + 1  # the target of a document's first token, or of its second
-        here = self._change(place)
+        here = 0.0 if self.whole_rows or not self._forwards.takes("labels") else self._change(place)
         if not here:
-            return unknown
+            return None, False, None
         beside = self._change(place, beside=True)
         if not abs(beside - here) <= 0.02 * abs(here):
             raise Fault(
@@ -200,32 +158,30 @@ class _Judge:
             shift: the label is among shift_labels, which say the target of each position.
             beside: in the second row of :meth:`neighbours`.
         """
+        row = self._rows[beside]
         one, other = self._labels(place)
-        losses = [self._loss(place, label, one, items, lonely, shift, beside) for label in (one, other)]
-        return losses[0] - losses[1]
-
-    def _loss(
-        self, place: int, label: int, fixed: int, items: float | None, lonely: bool, shift: bool, beside: bool
-    ) -> float:
-        first = self._rows[0]
-        labels = np.full(len(first.ids), _IGNORED)
-        labels[place] = label
+        labels = np.full(len(row.ids), _IGNORED)
         if not lonely:
-            labels[self._watched[-1].start + 1] = fixed
-        given = {}
-        if shift:
-            given["shift_labels"] = self._forwards.tensor(np.append(labels[1:], _IGNORED), first.batch)
-            labels[place] = fixed
-        given["labels"] = self._forwards.tensor(labels, first.batch)
-        if items is not None and self._forwards.takes("num_items_in_batch"):
-            given["num_items_in_batch"] = torch.tensor(items, device=given["labels"].device)
-        output = self._forwards.again(self._rows[beside], **given)
-        loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
-        if not torch.is_tensor(loss) or loss.numel() != 1:
-            return 0.0
-        if not torch.isfinite(loss):
-            raise Fault(f"its loss is {float(loss)}")
-        return float(loss)
+            labels[self._watched[-1].start + 1] = one
+        losses = []
+        for label in (one, other):
+            labels[place] = label
+            given: dict[str, Any] = {}
+            if shift:
+                given["shift_labels"] = self._forwards.tensor(np.append(labels[1:], _IGNORED), row.batch)
+                labels[place] = one
+            given["labels"] = self._forwards.tensor(labels, row.batch)
+            if items is not None and self._forwards.takes("num_items_in_batch"):
+                given["num_items_in_batch"] = torch.tensor(items, device=given["labels"].device)
+            output = self._forwards.again(row, **given)
+            parts = output if isinstance(output, tuple) else (None,)
+            loss = output.get("loss") if isinstance(output, Mapping) else parts[0]
+            if not torch.is_tensor(loss) or loss.numel() != 1:
+                return 0.0
+            if not torch.isfinite(loss):
+                raise Fault(f"its loss is {float(loss)}")
+            losses.append(float(loss))
+        return losses[0] - losses[1]
 
     def _labels(self, place: int) -> tuple[int, int]:
         """Two labels whose losses differ as much as any."""
@@ -274,10 +230,6 @@ def _rounding(decoder: PreTrainedModel) -> float:
     if parameter.dtype == torch.float32 and parameter.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return _TF32
     return _ROUNDING.get(parameter.dtype, _ROUNDING[torch.bfloat16])
-
-
-def _most_positions(decoder: PreTrainedModel) -> int | None:
-    return getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _ordinary_tokens(decoder: PreTrainedModel) -> np.ndarray:

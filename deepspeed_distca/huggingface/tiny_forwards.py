@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,23 +40,30 @@ class Heads(NamedTuple):
     v: torch.Tensor
 
 
-class Seen(NamedTuple):
-    """One forward.
+@dataclass
+class Seen:
+    """One forward: what it was given, and what hooks have noted of it.
 
     Attributes:
         ids: int64 [tokens], one row of the batch after another, and the lengths of its documents.
-        decoder, base: what the model returned, and what its base model did, which has all attention modules.
+        given: what the decoder got in addition.
+        like: see :meth:`TinyForwards.run`.
         attention: of every attention module, in the order of their calls.
+        entered: whether the decoder was called.
+        decoder, base: what the model returned, and what its base model did, which has all attention modules.
         steps: what layers and their parts returned for each token, in the order of their calls.
     """
 
     ids: np.ndarray
     lengths: Sequence[int]
     batch: int
-    decoder: Any
-    base: Any
-    attention: list[Heads]
-    steps: list[torch.Tensor]
+    given: dict[str, Any]
+    like: Sequence[Like] = ()
+    attention: list[Heads] = field(default_factory=list)
+    entered: bool = False
+    decoder: Any = None
+    base: Any = None
+    steps: list[torch.Tensor] = field(default_factory=list)
 
     def rows(self) -> list[torch.Tensor]:
         """All that belongs to tokens, as [tokens, features] each."""
@@ -94,21 +102,15 @@ class TinyForwards:
         forget: Callable[[], None] = lambda: None,
     ) -> None:
         self._module, self._decoder, self._device, self._forget = module, decoder, device, forget
-        self._base = base_of(decoder, list(modules))
         self._modules = list(modules)
+        self._base = base_of(decoder, self._modules)
         self._windows = dict(zip(self._modules, attention_windows(self._modules), strict=True))
         self._signature = inspect.signature(decoder.forward)
-        self._steps_of = _layers_and_parts(self._base, self._modules)
-        self._outputs: dict[nn.Module, Any] = {}  # of the forward that is running
-        self._steps: list[torch.Tensor] = []
-        self._like: Sequence[Like] = ()
-        self._given: dict[str, Any] = {}  # what its decoder gets in addition
-        self._entered = False
-        self._alone = not _takes(inspect.signature(module.forward), "input_ids")
 
     def takes(self, argument: str) -> bool:
         """Whether the decoder's forward can be given an argument."""
-        return _takes(self._signature, argument)
+        parameters = self._signature.parameters
+        return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -116,7 +118,7 @@ class TinyForwards:
         self._names = AttentionNames(self._modules)
         handles = [self._decoder.register_forward_pre_hook(self._before, with_kwargs=True)]
         handles += [m.register_forward_hook(self._after) for m in {self._decoder, self._base}]
-        handles += [m.register_forward_hook(self._step) for m in self._steps_of]
+        handles += [m.register_forward_hook(self._step) for m in _layers_and_parts(self._base, self._modules)]
         try:
             # Compiled models would be compiled for these rows alone.
             eager = torch.compiler.set_stance("force_eager")
@@ -163,14 +165,17 @@ class TinyForwards:
             counted[: lengths[0]] += begins
             given["position_ids"] = self.tensor(counted, batch)
         witness = FirstForward(self._decoder, self._windows, given.get("position_ids"))
-        self._like, self._steps = like, []
+        seen = Seen(ids, lengths, batch, {PLAN: plan, WITNESS: witness, **given}, like, plan.attention)
+        watching = watched_by(witness)
+        self._names.use(FIRST)
+        watching.start()
         try:
-            self._run(ids, batch, training, {PLAN: plan, WITNESS: witness, **given}, witness)
+            self._call(seen, training)
         finally:
-            self._like = ()
+            watching.stop()
+            self._names.restore()
         witness.finish()
-        outputs = self._outputs[self._decoder], self._outputs[self._base]
-        return Seen(ids, lengths, batch, *outputs, plan.attention, self._steps)
+        return seen
 
     def again(self, seen: Seen, **given: Any) -> Any:
         """What the decoder returns for a row that was seen, in training, given more arguments that its base model does
@@ -179,76 +184,62 @@ class TinyForwards:
             return self.run(seen.ids, seen.lengths, batch=seen.batch, training=True, **given).decoder
         own = self._base.__dict__.get("forward")
         self._base.forward = lambda *args, **kwargs: seen.base
+        again = Seen(seen.ids, seen.lengths, seen.batch, given)
         try:
-            self._run(seen.ids, seen.batch, True, given, None)
+            self._call(again, training=True)
         finally:
             del self._base.forward
             if own is not None:
                 self._base.forward = own
-        return self._outputs[self._decoder]
+        return again.decoder
 
     def tensor(self, values: np.ndarray, batch: int) -> torch.Tensor:
         """Values of tokens as [batch, tokens of a row] on the device."""
         return torch.from_numpy(np.ascontiguousarray(values)).view(batch, -1).to(self._device)
 
-    def _run(
-        self, ids: np.ndarray, batch: int, training: bool, given: dict[str, Any], witness: FirstForward | None
-    ) -> None:
-        self._shape = batch, len(ids)
-        self._given = {"attention_mask": None, "use_cache": False, **given}
-        self._outputs = {}
+    def _call(self, seen: Seen, training: bool) -> None:
+        """Calls the whole module, as training does. What is around the decoder may want more than token ids, or a loss
+        of the decoder: it does not matter once the decoder ran, and if it did not, the decoder is called alone."""
+        self._now = seen
         self._forget()
         self._module.train(training)
         torch.default_generator.manual_seed(_SEED)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).manual_seed(_SEED)
-        if witness is None:
-            self._call(self.tensor(ids, batch))
-            return
-        watching = watched_by(witness)
-        self._names.use(FIRST)
-        watching.start()
+        ids = self.tensor(seen.ids, seen.batch)
         try:
-            self._call(self.tensor(ids, batch))
-        finally:
-            watching.stop()
-            self._names.restore()
-
-    def _call(self, ids: torch.Tensor) -> None:
-        """Calls the whole module, as training does. What is around the decoder may want more than token ids, or a loss
-        of the decoder: it does not matter once the decoder ran, and if it did not, the decoder is called alone."""
-        self._entered = False
-        if not self._alone:
-            try:
-                self._module(input_ids=ids)
-            except Exception:
-                if self._entered and self._decoder not in self._outputs:
-                    raise
-            self._alone = not self._entered
-        if self._alone:
+            self._module(input_ids=ids)
+        except Exception:
+            if seen.entered and seen.decoder is None:
+                raise
+        if not seen.entered:
             self._decoder(input_ids=ids)
 
     def _before(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        self._entered = True
-        return (), {**self._signature.bind_partial(*args).arguments, **kwargs, **self._given}
+        self._now.entered = True
+        given = {"attention_mask": None, "use_cache": False, **self._now.given}
+        return (), {**self._signature.bind_partial(*args).arguments, **kwargs, **given}
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._outputs[module] = output
+        if module is self._base:
+            self._now.base = output
+        if module is self._decoder:
+            self._now.decoder = output
 
     def _step(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Notes what a layer or a part of one returned, and has tokens go on with what others got."""
         if isinstance(output, tuple):
             return tuple(self._step(module, args, part) for part in output)
-        rows = _of_tokens(output, *self._shape)
+        now = self._now
+        rows = now.of(output)
         if not torch.is_tensor(output) or not rows:
             return output
-        index = len(self._steps)
-        self._steps.append(rows[0].clone())  # models may change it in place
-        if not self._like:
+        now.steps.append(rows[0].clone())  # models may change it in place
+        if not now.like:
             return output
         forced = rows[0].clone()
-        for seen, here, there in self._like:
-            forced[here] = seen.steps[index][there]
+        for seen, here, there in now.like:
+            forced[here] = seen.steps[len(now.steps) - 1][there]
         return forced.view_as(output)
 
 
@@ -306,8 +297,3 @@ def _layers_and_parts(base: nn.Module, modules: Sequence[nn.Module]) -> list[nn.
             done |= mine
             found.update(dict.fromkeys([*(m for m in module.children() if any(True for _ in m.parameters())), module]))
     return list(found)
-
-
-def _takes(signature: inspect.Signature, argument: str) -> bool:
-    parameters = signature.parameters
-    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -18,6 +18,7 @@ from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
 from deepspeed_distca.attention_server.coordination.hello import Meeting
 from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.kernels import KernelError
+from deepspeed_distca.attention_server.phase_planner import MicroBatchPlanner
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.server import NanoBatches
 from deepspeed_distca.attention_server.statistics import StepStatistics
@@ -213,6 +214,11 @@ class Runtime:
     def stats(self) -> StepStatistics:
         """Statistics of the last step; reading the kernels' time on a GPU waits for them."""
         return self.server.stats
+
+    @property
+    def planner(self) -> MicroBatchPlanner:
+        """Plans micro-batches as this engine does: for ``GlobalPackedLoader.plan_ahead``."""
+        return self.server.planner
 
     def request(self, given: MicroBatch | Exception, device: torch.device) -> PlanRequest:
         """See ``huggingface.adapter.Planner``."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.cost_model import CostModel, Phase
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, Phase
 from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.routes import RouteCompiler, home_routes
 from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
@@ -44,6 +45,21 @@ class PlannedPhase:
     weights: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class PlannedAhead:
+    """Phases of a micro-batch that were planned before it was asked for, by a process that knew its layout.
+
+    Attributes:
+        by: all that the plan depends on beside the layout.
+        layout: of all servers.
+        phases: in the order of :meth:`MicroBatchPlanner.phases`.
+    """
+
+    by: tuple[object, ...]
+    layout: Layout
+    phases: list[PlannedPhase]
+
+
 class _Home:
     """A layout with every query where it is stored. What is worked out is kept: both phases ask for it."""
 
@@ -75,6 +91,11 @@ class PhasePlanner:
     def __init__(self, server: int, cost: CostModel, options: PlanOptions, *, early: bool) -> None:
         self._server, self._cost, self._options, self._early = server, cost, options, early
         self._home: _Home | None = None
+
+    @property
+    def depends_on(self) -> tuple[object, ...]:
+        """All that a plan depends on beside the layout and the layers."""
+        return self._server, self._cost, self._options, self._early
 
     def plan(self, layout: Layout, window: int | None, phase: Phase, layers: int) -> PlannedPhase:
         """The plan of a phase of so many layers with one window."""
@@ -119,3 +140,37 @@ class PhasePlanner:
         parts = np.array(weights, dtype=np.float64)
         intended = int(loads.sum()) * (parts / parts.sum())
         return float(loads.mean() + ((loads - intended) / self.speeds(len(loads))).max())
+
+
+class MicroBatchPlanner:
+    """Plans both phases of all layers of a micro-batch. Another process may have a copy, to plan ahead.
+
+    Args:
+        planner: of a phase of layers with one window.
+        layers: by window, how many there are.
+    """
+
+    def __init__(self, planner: PhasePlanner, layers: Mapping[int | None, int]) -> None:
+        self._planner, self._layers = planner, dict(layers)
+
+    def __call__(self, layout: Layout) -> PlannedAhead:
+        """The plan of a layout of all servers, for :meth:`phases`."""
+        return PlannedAhead(self._by, layout, self.phases(layout))
+
+    def phases(self, layout: Layout, ahead: PlannedAhead | None = None) -> list[PlannedPhase]:
+        """By window, forward and backward.
+
+        Args:
+            ahead: taken if it is the plan of this very layout, made as this planner would.
+        """
+        if isinstance(ahead, PlannedAhead) and ahead.by == self._by and ahead.layout == layout:
+            return ahead.phases
+        return [
+            self._planner.plan(layout, window, phase, layers)
+            for window, layers in self._layers.items()
+            for phase in PHASES
+        ]
+
+    @property
+    def _by(self) -> tuple[object, ...]:
+        return (*self._planner.depends_on, tuple(self._layers.items()))

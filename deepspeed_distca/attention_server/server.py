@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -20,7 +21,13 @@ from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.exchange.base import Exchange
 from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
 from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
-from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlannedPhase, PlanOptions
+from deepspeed_distca.attention_server.phase_planner import (
+    MicroBatchPlanner,
+    PhasePlanner,
+    PlannedAhead,
+    PlannedPhase,
+    PlanOptions,
+)
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
@@ -29,7 +36,7 @@ from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, Phase
+from deepspeed_distca.scheduler.cost_model import CostModel, Phase
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
 
@@ -58,6 +65,9 @@ class AttentionServer:
         ranks: over how many ranks the engine averages gradients.
         step: called for the number of the current optimizer step; statistics start anew when it changes.
         watch: follows where this rank is, and tells the others when it fails.
+
+    Attributes:
+        planner: of micro-batches; a copy of it plans ahead in another process.
     """
 
     def __init__(
@@ -82,6 +92,7 @@ class AttentionServer:
         self._cost, self._granularity = cost, options.granularity
         self._planner = PhasePlanner(server, cost, options, early=exchange.early)
         self._layers = {window: list(windows).count(window) for window in dict.fromkeys(windows)}
+        self.planner = MicroBatchPlanner(self._planner, self._layers)
         self._kernel_name = kernel
         self._side = SideStream() if local_first else None
         self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
@@ -124,17 +135,18 @@ class AttentionServer:
             raise RuntimeError(
                 "this server was made without an agreement: give it one, or plan a layout by plan_alone"
             )
-        return PlanRequest(self._agreement.gather(given), self.plan, device)
+        ahead = given.ahead if isinstance(given, MicroBatch) else None
+        return PlanRequest(self._agreement.gather(given), partial(self.plan, ahead=ahead), device)
 
-    def plan(self, everyone: GlobalMicroBatch) -> tuple[StepPlan, float]:
+    def plan(self, everyone: GlobalMicroBatch, *, ahead: PlannedAhead | None = None) -> tuple[StepPlan, float]:
         """Collective over all ranks: the plan of a training micro-batch, and the divisor of its summed loss with which
-        the mean over ranks and micro-batches is the mean over all targets."""
+        the mean over ranks and micro-batches is the mean over all targets.
+
+        Args:
+            ahead: what a loader has planned already.
+        """
         start = time.perf_counter()
-        planned = [
-            self._planner.plan(everyone.layout, window, phase, layers)
-            for window, layers in self._layers.items()
-            for phase in PHASES
-        ]
+        planned = self.planner.phases(everyone.layout, ahead)
         if self._agreement is not None and everyone.layout.num_ranks > 1:
             self._agreement.same(fingerprint(*(p.digest for p in planned)), "the plan of a micro-batch")
         self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)

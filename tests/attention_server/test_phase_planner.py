@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from dataclasses import replace
 from unittest import mock
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from deepspeed_distca.attention_server.coordination.agreement import GlobalMicroBatch
-from deepspeed_distca.attention_server.phase_planner import PhasePlanner, PlannedPhase
+from deepspeed_distca.attention_server.phase_planner import MicroBatchPlanner, PhasePlanner, PlannedPhase
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.layout import Layout, Segment
 from deepspeed_distca.plan_options import linear_flops, plan_options
@@ -266,3 +267,42 @@ def test_what_is_kept_of_a_layout_serves_no_other() -> None:
                 assert all(
                     np.array_equal(a, b) for a, b in zip(vars(ours).values(), vars(theirs).values(), strict=True)
                 )
+
+
+def micro_batch_planner(server: int, **options) -> MicroBatchPlanner:
+    given = replace(PlanOptions(0.005, 128, min_gain=0.0, linear_flops=FLOPS), **options)
+    return MicroBatchPlanner(PhasePlanner(server, NVLINK, given, early=True), {None: 3, 512: 1})
+
+
+def test_a_plan_made_ahead_elsewhere_is_the_one_made_here(monkeypatch) -> None:
+    layout = Layout.from_lengths([[65536], [4096] * 16])
+    expected = micro_batch_planner(1).phases(layout)
+    assert [(p.phase, p.window, p.layers) for p in expected] == [
+        (p, w, n) for w, n in ((None, 3), (512, 1)) for p in PHASES
+    ]
+    ahead = pickle.loads(pickle.dumps(micro_batch_planner(1)))(layout)
+    ahead = pickle.loads(pickle.dumps(ahead))  # as a worker hands it over
+    here = micro_batch_planner(1)
+    monkeypatch.setattr(PhasePlanner, "plan", None)
+    taken = here.phases(Layout.from_lengths([[65536], [4096] * 16]), ahead)
+    assert taken is ahead.phases and [p.digest for p in taken] == [p.digest for p in expected]
+    for mine, other in zip(taken, expected, strict=True):
+        for name, value in vars(other.part.routes).items():
+            if isinstance(value, np.ndarray):
+                assert np.array_equal(getattr(mine.part.routes, name), value)
+
+
+@pytest.mark.parametrize("what", ["layout", "server", "options", "nothing", "something else"])
+def test_another_plan_is_not_taken(what: str) -> None:
+    layout = Layout.from_lengths([[8192], [4096] * 2])
+    made = {
+        "layout": lambda: micro_batch_planner(1)(Layout.from_lengths([[8192], [8192]])),
+        "server": lambda: micro_batch_planner(0)(layout),
+        "options": lambda: micro_batch_planner(1, tolerance=0.1)(layout),
+        "nothing": lambda: None,
+        "something else": lambda: {"plan": 1},
+    }[what]()
+    here = micro_batch_planner(1)
+    phases = here.phases(layout, made)
+    assert [p.digest for p in phases] == [p.digest for p in micro_batch_planner(1).phases(layout)]
+    assert phases is not getattr(made, "phases", None)

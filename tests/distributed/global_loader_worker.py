@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import tempfile
 
@@ -142,3 +143,29 @@ def trainer_and_engine() -> dict:
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     return {"engine": (means / dist.get_world_size()).tolist()[:6], "trainer": whole, "resumed": resumed}
+
+
+def planned_ahead(num_workers: int) -> dict:
+    """Losses of an epoch with plans made by the loader and by the engine; the engine has no planner in the former."""
+    deepspeed.init_distributed("gloo")
+    found = {}
+    for ahead in (False, True):
+        engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 2, {"advanced": {"granularity": 8}}))
+        rng = np.random.default_rng(0)
+        documents = [rng.integers(0, VOCABULARY, size=n).tolist() for n in rng.integers(1, 150, size=20)]
+        loader = GlobalPackedLoader(documents, 64, config(2), num_workers=num_workers)
+        if ahead:
+            loader.plan_ahead(pickle.loads(pickle.dumps(engine.distca.planner)))
+            engine.distca.server._planner.plan = None
+        losses, moved = [], 0
+        for batch in loader:
+            assert ("planned" in batch) == ahead
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+            moved += engine.distca.stats.bytes_moved
+        found["ahead" if ahead else "asked for"] = losses
+        found["bytes moved"] = moved
+        engine.distca.detach()
+    return found

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,12 +23,14 @@ class MicroBatch:
         targets: target tokens on this rank in this micro-batch.
         step_targets: the same over the whole accumulation step, where known.
         tokens_digest: 63 bits of its tokens, by which ranks find that all of them have the same; 0: not known.
+        ahead: its plan, where a loader has made it already; not told to the others.
     """
 
     layout: Layout
     targets: int
     step_targets: int | None = None
     tokens_digest: int = 0
+    ahead: Any = None
 
     def problem(self) -> str:
         """Why it cannot be told to the others; or nothing."""

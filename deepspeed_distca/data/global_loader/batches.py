@@ -5,7 +5,7 @@ stored, and a rank's batches of them, as workers make them."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -25,6 +25,7 @@ from deepspeed_distca.data.sources import IndexedDocuments, StreamedDocuments
 from deepspeed_distca.layout import Layout
 
 Batch = dict[str, Any]
+Planner = Callable[[Layout], Any]
 #: For each micro-batch of a step, the pieces of a group's pack and the documents that they are of.
 Packs = list[list[Piece]]
 #: The rows of a step's batches [rows, tokens], and of each batch its tokens and what else it has.
@@ -55,6 +56,7 @@ class StepBatches:
         budgets: tokens of each rank of the group.
         placement: keyword arguments of ``place``.
         regroup: whether documents may change micro-batches.
+        planner: plans a micro-batch ahead, from its layout; see ``GlobalPackedLoader.plan_ahead``.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class StepBatches:
     budgets: list[int]
     placement: dict[str, Any]
     regroup: bool
+    planner: Planner | None = None
 
     def __call__(self, packs: Packs, documents: Mapping[int, Document] | IndexedDocuments) -> Joined:
         """One batch for each pack, all with the targets of the step, joined."""
@@ -75,7 +78,10 @@ class StepBatches:
         for number in {segment.document for segment in layout.rank(self.rank)}:
             document, start, length = pieces[number]
             ids[number], labels[number] = (column[start : start + length] for column in documents[document])
-        return batch_from_layout(ids, layout, self.rank, labels)
+        batch = batch_from_layout(ids, layout, self.rank, labels)
+        if self.planner is not None:
+            batch["planned"] = self.planner(layout.filled())  # the front door's layout
+        return batch
 
     def regrouped(self, packs: Packs) -> Packs:
         """The pieces of the step by the micro-batch that they are trained in."""

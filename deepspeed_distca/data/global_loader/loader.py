@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from deepspeed_distca.data.checks import check_state, one_of, plain
-from deepspeed_distca.data.global_loader.batches import Batch, StepBatches, Steps, divide_again
+from deepspeed_distca.data.global_loader.batches import Batch, Planner, StepBatches, Steps, divide_again
 from deepspeed_distca.data.global_loader.packer import Fill
 from deepspeed_distca.data.global_loader.placement import PLACEMENTS, Placement
 from deepspeed_distca.data.global_loader.settings import read_settings, refuse
@@ -69,6 +70,7 @@ class GlobalPackedLoader:
 
     A batch has ``input_ids``, ``labels``, ``shift_labels`` and ``position_ids`` (int64 [1, tokens]), ``layout`` of all
     servers of the group, ``num_targets`` of this rank, and ``step_targets``: the same over the accumulation step.
+    After :meth:`plan_ahead` it has ``planned`` too, which is for the engine.
 
     ``state_dict`` counts the steps that were handed out whole, not what was made ahead; it is the same on every rank.
     A resumed run yields the very batches that the interrupted one would have yielded, from the beginning of the step
@@ -163,6 +165,17 @@ class GlobalPackedLoader:
         """What packing has done in the epoch that runs or has just ended, with what was planned ahead. Not for streams
         that workers read."""
         return self._steps.counts
+
+    def plan_ahead(self, planner: Planner) -> None:
+        """From the next loop on, micro-batches are planned where they are made: in the workers, ahead of time.
+        Otherwise a step plans by itself, under the linear work of its first layer. That hides it where rows are long
+        and ranks are few.
+
+        Args:
+            planner: ``engine.distca.planner``. It is copied; a plan of another engine, or of options that have
+                changed, is not used.
+        """
+        self._batches = replace(self._batches, planner=planner)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next loop; one that was resumed in goes on where it was."""

@@ -34,7 +34,7 @@ from deepspeed_distca.huggingface.front_door.values import (
 from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, Layout, LayoutError
 
 #: Keys of a collated batch that describe it and are not arguments of a model.
-DESCRIPTION = ("layout", "cu_seqlens", "max_seqlen", "num_targets", "step_targets")
+DESCRIPTION = ("layout", "planned", "cu_seqlens", "max_seqlen", "num_targets", "step_targets")
 
 _EMPTY_VALUES = {
     "input_ids": 0,
@@ -115,6 +115,7 @@ def admit(
         targets if count else 0,
         read_step_targets(given.get("step_targets"), targets),
         digest_of(given.get("input_ids")) if digest else 0,
+        given.get("planned"),
     )
     return Admitted(
         micro_batch,

@@ -32,11 +32,9 @@ class AttentionNames:
         for config in self._configs:
             if _is_ours(config):
                 set_attention_name(config, "sdpa")
-        self._own: list[str | None] | None = None  # while a forward has a plan: what the configurations name otherwise
-        #: Modules that are recomputed, their configurations, and what these name otherwise.
-        self._recomputing: list[tuple[nn.Module, Any, str | None]] = []
+        self._switched: list[tuple[Any, str | None]] = []  # configurations, and what they name otherwise; latest last
+        self._recomputed: nn.Module | None = None
         self._plans: weakref.WeakSet[object] = weakref.WeakSet()  # whose layers may still be recomputed
-        self._waiting = 0  # for so many of them once removed
         self._handles = []
         for module in modules:
             self._handles += [
@@ -46,10 +44,8 @@ class AttentionNames:
 
     def use(self, name: str) -> None:
         """Has all configurations name a function of ours."""
-        if self._own is None:
-            self._own = [attention_name(config) for config in self._configs]
         for config in self._configs:
-            set_attention_name(config, name)
+            self._switch(config, name)
 
     def expect(self, plan: object) -> None:
         """Layers with this plan may be recomputed for as long as it lives."""
@@ -57,32 +53,27 @@ class AttentionNames:
 
     def restore(self) -> None:
         """Has them name what they named before, also where something that is no Exception left a module half-way."""
-        while self._recomputing:
-            _, config, name = self._recomputing.pop()
-            set_attention_name(config, name)
-        for config, name in zip(self._configs, self._own or (), strict=False):
-            set_attention_name(config, name)
-        self._own = None
+        self._recomputed = None
+        while self._switched:
+            set_attention_name(*self._switched.pop())
 
     def remove(self) -> None:
         """Leaves the configurations as they were, and the modules: at once, or when the last forward whose backward
         may recompute them is gone."""
         self.restore()
-        plans = list(self._plans)
-        self._waiting = len(plans)
-        for plan in plans:
-            weakref.finalize(plan, self._let_go).atexit = False
-        if not plans:
-            self._remove_handles()
+        self._let_go()
 
     def _let_go(self) -> None:
-        self._waiting -= 1
-        if not self._waiting:
-            self._remove_handles()
-
-    def _remove_handles(self) -> None:
+        plan = next(iter(self._plans), None)
+        if plan is not None:
+            weakref.finalize(plan, self._let_go).atexit = False
+            return
         for handle in self._handles:
             handle.remove()
+
+    def _switch(self, config: Any, name: str) -> None:
+        self._switched.append((config, attention_name(config)))
+        set_attention_name(config, name)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         config: Any = module.config
@@ -94,13 +85,12 @@ class AttentionNames:
                     "call the engine, or the model that was given to deepspeed.initialize, and no part of it alone"
                 )
         elif not _is_ours(config):
-            self._recomputing.append((module, config, attention_name(config)))
-            set_attention_name(config, NAME)
+            self._recomputed = module
+            self._switch(config, NAME)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self._recomputing and self._recomputing[-1][0] is module:
-            _, config, name = self._recomputing.pop()
-            set_attention_name(config, name)
+        if module is self._recomputed:
+            self.restore()
 
 
 def _is_ours(config: Any) -> bool:

@@ -22,11 +22,17 @@ _ROWS = 16
 
 
 class _Rule(NamedTuple):
-    """What a mask would have said: its window, and what is wrong with it otherwise."""
+    """What a mask would have said.
 
+    Attributes:
+        token: stands for the mask.
+        window: its window.
+        causal: it is causal attention in that window, inside documents or not.
+    """
+
+    token: torch.Tensor
     window: int | None
-    fault: str | None
-    token: torch.Tensor  # stands for the mask
+    causal: bool
 
 
 class FirstForward:
@@ -43,8 +49,7 @@ class FirstForward:
     ) -> None:
         self._name, self._windows, self._position_ids = type(model).__name__, windows, position_ids
         self._rules: list[_Rule] = []
-        self._called: set[nn.Module] = set()
-        self._calls = 0
+        self._calls: list[nn.Module] = []
 
     def attention_call(self, module: nn.Module, window: int | None, mask: torch.Tensor | None) -> bool:
         """Counts an attention module's call, and checks its window and the rule of its mask.
@@ -55,15 +60,17 @@ class FirstForward:
         Raises:
             UnsupportedModelError: the module attends by another rule than it was planned with.
         """
-        self._calls += 1
-        self._called.add(module)
+        self._calls.append(module)
         planned = self._windows.get(module)
         kind = f"{self._name}: {type(module).__name__}"
         if planned != window:
             raise UnsupportedModelError(
                 f"{kind} asks for a window of {window} keys where its configuration says {planned}. {_DISABLE}"
             )
-        rule = self._rule_of(mask)
+        if mask is None:
+            return False
+        storage = mask.untyped_storage().data_ptr()  # a slice of the token stands for it too
+        rule = next((r for r in self._rules if r.token.untyped_storage().data_ptr() == storage), None)
         if rule is None:
             return False
         if (rule.window or None) != (window or None):
@@ -71,8 +78,11 @@ class FirstForward:
                 f"{kind} masks by a window of {rule.window} keys, but its attention call conveys {window}; what only "
                 f"a mask conveys cannot be honoured. {_DISABLE}"
             )
-        if rule.fault:
-            raise UnsupportedModelError(f"{kind} masks by {rule.fault}. {_DISABLE}")
+        if not rule.causal:
+            raise UnsupportedModelError(
+                f"{kind} masks by a rule that is not causal attention inside documents; only that can be honoured. "
+                f"{_DISABLE}"
+            )
         return True
 
     def mask_rule(
@@ -83,19 +93,21 @@ class FirstForward:
         rows = torch.linspace(0, q_length - 1, min(_ROWS, q_length), device=device).long().unique()
         zero = torch.zeros((), dtype=torch.long, device=device)
         keys = torch.arange(kv_length, device=device)
-        positions = self._positions(q_length, device)
+        positions = keys
+        if self._position_ids is not None:
+            positions = self._position_ids.reshape(-1, self._position_ids.shape[-1])[0].to(device)
         document = torch.cumsum(torch.diff(positions, prepend=positions[:1] - 1) != 1, 0)
-        fault = None
+        exact = True
         for row in rows:
             allowed = torch.as_tensor(mask_function(zero, zero, row, keys)).expand(kv_length)
             causal = keys <= row
             if window:
                 causal &= keys > row - window
             # Some models' masks do not know of packed documents; the plan does.
-            if not torch.equal(allowed, causal & (document == document[row])) and not torch.equal(allowed, causal):
-                fault = "a rule that is not causal attention inside documents; only that can be honoured"
+            inside = causal & (document == document[row])
+            exact &= torch.equal(allowed, inside) or torch.equal(allowed, causal)
         token = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
-        self._rules.append(_Rule(window, fault, token))
+        self._rules.append(_Rule(token, window, exact))
         return token
 
     def finish(self) -> None:
@@ -104,21 +116,10 @@ class FirstForward:
         Raises:
             UnsupportedModelError: some went another way.
         """
-        if self._calls != len(self._windows) or len(self._called) != len(self._windows):
+        calls, modules = len(self._calls), len(self._windows)
+        if not calls == len(set(self._calls)) == modules:
             kinds = sorted({type(m).__name__ for m in self._windows})
             raise UnsupportedModelError(
-                f"{self._name}: {self._calls} attention calls were dispatched, but there are {len(self._windows)} "
-                f"attention modules ({', '.join(kinds)}); some go another way, so the plan would be wrong. {_DISABLE} "
-                "and report it"
+                f"{self._name}: {calls} attention calls were dispatched, but there are {modules} attention modules "
+                f"({', '.join(kinds)}); some go another way, so the plan would be wrong. {_DISABLE} and report it"
             )
-
-    def _rule_of(self, mask: torch.Tensor | None) -> _Rule | None:
-        if mask is None:
-            return None
-        storage = mask.untyped_storage().data_ptr()  # a slice of the token stands for it too
-        return next((r for r in self._rules if r.token.untyped_storage().data_ptr() == storage), None)
-
-    def _positions(self, tokens: int, device: Any) -> torch.Tensor:
-        if self._position_ids is None:
-            return torch.arange(tokens, device=device)
-        return self._position_ids.reshape(-1, self._position_ids.shape[-1])[0].to(device)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,61 +26,48 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Activation checkpointing is off meanwhile, which needs gradients to be of any use.
     """
-    state: list[tuple[Any, _Attributes]] = [(module, _Attributes(module)) for module in model.modules()]
     configs = {
         id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)
     }
-    settings = [(config, dict(config.__dict__)) for config in configs.values()]
+    kept = [_Kept(config.__dict__, lambda key, value: True) for config in configs.values()]
+    module: Any
+    for module in model.modules():
+        kept += [_Kept(buffers(module), lambda key, value: True), _Kept(module.__dict__, _is_plain)]
     host = random.getstate(), np.random.get_state()
     devices = [device] if device.type != "cpu" else []
     try:
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
-            for module, _ in state:
+            for module in model.modules():
                 if getattr(module, "gradient_checkpointing", False) is True:
                     module.gradient_checkpointing = False
             yield
     finally:
-        for module, attributes in state:
-            attributes.restore(module)
-        for config, values in settings:
-            config.__dict__.clear()
-            config.__dict__.update(values)
+        for values in kept:
+            values.restore()
         random.setstate(host[0])
         np.random.set_state(host[1])
 
 
-class _Attributes:
-    """The buffers and plain attributes of one module."""
+def _is_plain(key: str, value: Any) -> bool:
+    # DeepSpeed counts its own hooks' calls in attributes of modules: they are right as they are.
+    return isinstance(value, _PLAIN) and not is_count(key)
 
-    def __init__(self, module: nn.Module) -> None:
-        self._buffers = {key: (b, _value(b)) for key, b in buffers(module).items()}
-        self._plain = {key: (v, _value(v)) for key, v in _plain(module).items()}
+
+class _Kept:
+    """Some values of a dictionary, tensors with what is in them, as they are now."""
+
+    def __init__(self, values: dict[str, Any], which: Callable[[str, Any], bool]) -> None:
+        self._values, self._which = values, which
+        self._kept = {k: v for k, v in values.items() if which(k, v)}
+        self._tensors = [
+            (v, v.detach().clone(), version_of(v)) for v in self._kept.values() if torch.is_tensor(v) and not v.is_meta
+        ]
 
     @torch.no_grad()
-    def restore(self, module: nn.Module) -> None:
-        own = buffers(module)
-        for key in list(own.keys() - self._buffers.keys()):
-            del own[key]
-        for key, (buffer, value) in self._buffers.items():
-            own[key] = _restored(buffer, value)
-        for key in _plain(module).keys() - self._plain.keys():
-            del module.__dict__[key]
-        for key, (attribute, value) in self._plain.items():
-            module.__dict__[key] = _restored(attribute, value)
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    # DeepSpeed counts its own hooks' calls in attributes of modules: they are right as they are.
-    return {k: v for k, v in module.__dict__.items() if isinstance(v, _PLAIN) and not is_count(k)}
-
-
-def _value(attribute: Any) -> Any:
-    if not torch.is_tensor(attribute) or attribute.is_meta:
-        return attribute
-    return attribute.detach().clone(), version_of(attribute)
-
-
-def _restored(attribute: Any, kept: Any) -> Any:
-    if torch.is_tensor(attribute) and not attribute.is_meta and version_of(attribute) != kept[1]:
-        attribute.copy_(kept[0])
-    return attribute
+    def restore(self) -> None:
+        for tensor, before, version in self._tensors:
+            if version_of(tensor) != version:
+                tensor.copy_(before)
+        for key in [k for k, v in self._values.items() if k not in self._kept and self._which(k, v)]:
+            del self._values[key]
+        self._values.update(self._kept)

@@ -15,7 +15,8 @@ their kind is called. Three answers are possible:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +37,12 @@ class RowRule:
     """How a rotary module depends on the row.
 
     Attributes:
-        name: of the module in its model.
         layer_type: the argument of the module's forward for which this holds; None: it takes none.
         limit: rows of at most so many tokens have the same frequencies.
         two_sided: longer ones have another set, the same for all of them.
         axis: of tokens in what the module returns.
     """
 
-    name: str
     module: nn.Module
     layer_type: Any
     limit: int
@@ -66,14 +65,13 @@ def row_rules(model: nn.Module) -> list[RowRule]:
         UnsupportedModelError: one that depends on rows of any length, or one inside layers, where a recomputation
             would ask it again when the row's documents are forgotten.
     """
-    found = [
+    return [
         rule
         for name, module in model.named_modules()
         if not any(True for _ in module.parameters()) and _POSITIONS in _parameters(module)
         for layer_type in _layer_types(module)
         if (rule := _rule(model, name, module, layer_type)) is not None
     ]
-    return found
 
 
 def longest_document(rules: list[RowRule]) -> int | None:
@@ -97,8 +95,6 @@ class RowRope:
             if rule.two_sided:
                 self._rules.setdefault(rule.module, {})[rule.layer_type] = rule
         self._lengths: np.ndarray | None = None
-        #: By limit: which tokens are of longer documents, bool [batch, tokens] on the device.
-        self._longer: dict[int, torch.Tensor] = {}
         self._handles = [m.register_forward_hook(self._after, with_kwargs=True) for m in self._rules]
 
     def begin(self, lengths: np.ndarray) -> None:
@@ -107,14 +103,11 @@ class RowRope:
         Args:
             lengths: how long the document of each token is as a whole, int64 [batch, tokens], wherever it is stored.
         """
-        self.end()
-        if self._rules:
-            self._lengths = lengths
+        self._lengths = lengths
 
     def end(self) -> None:
         """It ended, or failed."""
         self._lengths = None
-        self._longer.clear()
 
     def remove(self) -> None:
         """Leaves the modules as they were."""
@@ -135,41 +128,31 @@ class RowRope:
         beyond = positions.new_full((*positions.shape[:-1], 1), rule.limit)
         tokens = positions.shape[-1]
         longer = module.forward(**{**given, _POSITIONS: torch.cat([positions, beyond], -1)})
-        longer = _map(longer, lambda t: t.narrow(rule.axis, 0, tokens))
-        if (lengths > rule.limit).all():
+        longer = _map(lambda t: t.narrow(rule.axis, 0, tokens), longer)
+        which = torch.from_numpy(lengths > rule.limit)
+        if which.all():
             return longer
         # Positions of short documents are below the limit, those of others need only be something.
         shorter = module.forward(**{**given, _POSITIONS: positions.clamp(max=rule.limit - 1)})
-        which = self._which(lengths, rule.limit, positions.device)
-        tensors = iter(_tensors(shorter))
+        which = (which.pin_memory() if positions.is_cuda else which).to(positions.device, non_blocking=True)
 
-        def choose(longer: torch.Tensor) -> torch.Tensor:
-            mask = which.view(*which.shape, *[1] * (longer.ndim - rule.axis - 1))
-            return torch.where(mask, longer, next(tensors))
+        def choose(long: torch.Tensor, short: torch.Tensor) -> torch.Tensor:
+            return torch.where(which.view(*which.shape, *[1] * (long.ndim - rule.axis - 1)), long, short)
 
-        return _map(longer, choose)
-
-    def _which(self, lengths: np.ndarray, limit: int, device: torch.device) -> torch.Tensor:
-        if limit not in self._longer:
-            host = torch.from_numpy(lengths > limit)
-            if device.type == "cuda":
-                host = host.pin_memory()
-            self._longer[limit] = host.to(device, non_blocking=True)
-        return self._longer[limit]
+        return _map(choose, longer, shorter)
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Asking a module.
 
 
+@torch.no_grad()
 def _rule(model: nn.Module, name: str, module: nn.Module, layer_type: Any) -> RowRule | None:
-    def ask(*positions: int) -> list[torch.Tensor]:
-        return _ask(module, layer_type, positions)
+    def row(longest: int) -> list[torch.Tensor]:
+        return _ask(module, layer_type, (0, 1, 0, 1, longest))
 
     try:
-        with torch.no_grad():
-            near, far = ask(0, 1, 0, 1, 1), ask(0, 1, 0, 1, _FAR)
-            alone = ask(1)
+        near, far, alone = row(1), row(_FAR), _ask(module, layer_type, (1,))
     except Exception:
         # It wants other arguments, such as an image's grid, or looks its angles up in a table of some length, which
         # is the same for every row.
@@ -179,32 +162,28 @@ def _rule(model: nn.Module, name: str, module: nn.Module, layer_type: Any) -> Ro
         return None
     (axis,) = of_positions
 
-    def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-        return all(torch.equal(a.narrow(axis, 0, 4), b.narrow(axis, 0, 4)) for a, b in zip(one, other, strict=True))
+    def differ(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+        pairs = zip(one, other, strict=True)
+        return not all(torch.equal(a.narrow(axis, 0, 4), b.narrow(axis, 0, 4)) for a, b in pairs)
 
+    # The longest row that is as the shortest one; 0: any is.
+    limit = 0
+    if differ(near, far):
+        changed = next(p for p in (*(2**i for i in range(1, 24)), _FAR) if differ(near, row(p)))
+        limit = bisect_left(range(changed), True, lo=changed // 2, key=lambda p: differ(near, row(p)))
     full = f"{type(model).__name__}: {name} ({type(module).__name__})"
-    if not all(
-        torch.allclose(a.select(axis, 0), b.select(axis, 1), rtol=1e-4, atol=1e-5)
-        for a, b in zip(alone, near, strict=True)
-    ):
+    pairs = zip(alone, near, strict=True)
+    same_alone = all(torch.allclose(a.select(axis, 0), b.select(axis, 1), rtol=1e-4, atol=1e-5) for a, b in pairs)
+    if not same_alone or 0 < limit < 4:
         raise _refused(f"{full} gives a token other frequencies when others are in its row")
-    if same(near, far):
+    if not limit:
         return None
-    with torch.no_grad():
-        low, high = 1, _FAR  # positions with which the row is as it was, and is not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if same(near, ask(0, 1, 0, 1, middle)) else (low, middle)
-        limit = high
-        below = [2**i for i in range(1, limit.bit_length()) if 2**i < limit]
-        if limit < 4 or not all(same(near, ask(0, 1, 0, 1, p)) for p in below):
-            raise _refused(f"{full} gives a token other frequencies when others are in its row")
-        beyond = ask(0, 1, 0, 1, limit)
-        two_sided = all(same(beyond, ask(0, 1, 0, 1, p)) for p in (limit + 1, 2 * limit, 16 * limit, _FAR))
+    beyond = row(limit)
+    two_sided = not any(differ(beyond, row(p)) for p in (limit + 1, 2 * limit, 16 * limit, _FAR))
     parent = model.get_submodule(name.rpartition(".")[0])
     if two_sided and (axis < 1 or _in_a_layer(model, parent)):
         raise _refused(f"{full} chooses its frequencies by the longest position of a row, inside a layer")
-    return RowRule(name, module, layer_type, limit, two_sided, axis)
+    return RowRule(module, layer_type, limit, two_sided, axis)
 
 
 def _refused(what: str) -> UnsupportedModelError:
@@ -246,8 +225,9 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [output] if torch.is_tensor(output) else [t for t in output if torch.is_tensor(t)]
 
 
-def _map(output: Any, function: Any) -> Any:
-    """The output with each of :func:`_tensors` changed, in order."""
-    if torch.is_tensor(output):
-        return function(output)
-    return type(output)(function(t) if torch.is_tensor(t) else t for t in output)
+def _map(function: Callable[..., torch.Tensor], *outputs: Any) -> Any:
+    """An output whose :func:`_tensors` are made from those of one or several of its kind."""
+    if torch.is_tensor(outputs[0]):
+        return function(*outputs)
+    parts = zip(*outputs, strict=True)
+    return type(outputs[0])(function(*p) if torch.is_tensor(p[0]) else p[0] for p in parts)

@@ -32,9 +32,7 @@ class Turns:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._turn = (threading.Lock(), threading.Lock())
-        for lock in self._turn:
-            lock.acquire()
+        self._turn = threading.Semaphore(0), threading.Semaphore(0)
         self._finished = [False, False]
         self._failure: BaseException | None = None
         self._forked: _RandomState | None = None
@@ -58,39 +56,33 @@ class Turns:
                 after.append(_RandomState(self._device))
             return result
 
-        def other() -> None:
-            results[0] = self._ended(begin_first)
-            self._finish(0)
+        def begin_second() -> Any:
+            self._wait(1)
+            if self._forked is not None:
+                # Its own random numbers, see hand_over: not those that the first draws, nor drawn from them.
+                self._forked.fork()
+            return second()
 
-        thread = threading.Thread(
-            target=contextvars.copy_context().run, args=(other,), name="distca-nano-batch", daemon=True
-        )
+        def play(who: int, function: Callable[[], Any]) -> None:
+            try:
+                results[who] = function()
+            except Abandoned:
+                pass
+            except BaseException as error:
+                self._failure = self._failure or error
+            self._finished[who] = True
+            self._turn[1 - who].release()
+
+        run = contextvars.copy_context().run
+        thread = threading.Thread(target=run, args=(play, 0, begin_first), name="distca-nano-batch", daemon=True)
         thread.start()
-        results[1] = self._ended(lambda: self._begin_second(second))
-        self._finish(1)
+        play(1, begin_second)
         thread.join()
         for generators in after:
             generators.restore()
         if self._failure is not None:
             raise self._failure
         return results[0], results[1]
-
-    def _begin_second(self, second: Callable[[], Any]) -> Any:
-        self._wait(1)
-        if self._forked is not None:
-            # Its own random numbers, see hand_over: not those that the first draws, nor drawn from them.
-            self._forked.fork()
-        return second()
-
-    def _ended(self, function: Callable[[], Any]) -> Any:
-        """Its result, or None where something was raised, which is noted."""
-        try:
-            return function()
-        except Abandoned:
-            return None
-        except BaseException as error:
-            self._failure = self._failure or error
-            return None
 
     def hand_over(self, who: int) -> None:
         """Lets the other one run, and returns when it hands over in turn or has finished.
@@ -117,10 +109,6 @@ class Turns:
         self._turn[who].acquire()
         if self._failure is not None:
             raise Abandoned
-
-    def _finish(self, who: int) -> None:
-        self._finished[who] = True
-        self._turn[1 - who].release()
 
 
 class _ThreadState:

@@ -9,21 +9,13 @@ hooks around DeepSpeed's own put the count right.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 from deepspeed_distca.compat.deepspeed import counts_gradients, gradients_to_come, set_gradients_to_come
 from deepspeed_distca.compat.torch import in_backward
 from deepspeed_distca.config import BLOCK, DistCAConfigError
-
-
-class NanoBatches(Protocol):
-    """What is known of nano-batches: see ``ping_pong.PingPong``."""
-
-    split: bool
-    running: int | None
+from deepspeed_distca.huggingface.ping_pong import PingPong
 
 
 class TwiceCalled:
@@ -31,13 +23,13 @@ class TwiceCalled:
 
     Args:
         model: a model with DeepSpeed's hooks.
-        nano_batches: which of them is running.
+        ping_pong: knows which of its nano-batches is running.
 
     Raises:
         DistCAConfigError: a module that DeepSpeed does not look into, and so cannot be called twice.
     """
 
-    def __init__(self, model: nn.Module, nano_batches: NanoBatches) -> None:
+    def __init__(self, model: nn.Module, ping_pong: PingPong) -> None:
         for module in model.modules():
             if z3_leaf_module(module):
                 raise DistCAConfigError(
@@ -46,7 +38,7 @@ class TwiceCalled:
                     '"zero_optimization": {"leaf_module": {"classes": []}} if its experts are one parameter (as in '
                     f'transformers 5), or `{BLOCK}.overlap` to "local_first"'
                 )
-        self._nano_batches = nano_batches
+        self._ping_pong = ping_pong
         self._before: dict[nn.Module, int] = {}
         self._handles = []
         for module in model.modules():
@@ -62,14 +54,14 @@ class TwiceCalled:
             handle.remove()
 
     def _remember(self, module: nn.Module, args: tuple) -> None:
-        if self._nano_batches.split:
+        if self._ping_pong.split:
             self._before[module] = gradients_to_come(module)
 
     def _correct(self, module: nn.Module, args: tuple) -> None:
-        if not self._nano_batches.split:
+        if not self._ping_pong.split:
             return
         before = self._before.pop(module, 0)
         if in_backward():
             set_gradients_to_come(module, before)  # recomputation: its own graph is never run backward
-        elif self._nano_batches.running == 1:
+        elif self._ping_pong.running == 1:
             set_gradients_to_come(module, before + gradients_to_come(module))

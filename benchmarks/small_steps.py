@@ -213,7 +213,10 @@ def model_steps(
             row["ms"] = {kind: statistics.median(map(max, turns)) for kind, turns in row["turns"].items()}
             results["steps"].append(row)
             if dist.get_rank() == 0:
-                print(f"width {width} ZeRO-{zero} {tokens} {mix}: {row['ms']} {stats}", flush=True)
+                print(
+                    f"{time.strftime('%T')} width {width} ZeRO-{zero} {tokens} {mix}: {row['ms']} {stats}", flush=True
+                )
+                save(args, results)  # a run may be cut off
     for kind in KINDS[:2]:
         engines[kind].destroy()
     engines.clear()
@@ -318,7 +321,7 @@ def tables(results: dict[str, Any]) -> str:
     for row in results["steps"]:
         key, ms = (row["width"], row["zero"], row["tokens"]), row["ms"]
         share = ""
-        if row["mix"] == "long|short":
+        if row["mix"] == "long|short" and (*key, "short") in plain:
             ideal = (plain[(*key, "even")] + plain[(*key, "short")]) / 2
             share = f"{(ms['plain'] - ms['plugin']) / (ms['plain'] - ideal):.0%} of {ms['plain'] / ideal:.2f}x"
         mix = row["mix"].replace("|", "\\|") + (", moved" if row["bytes_moved"] else "")
@@ -335,12 +338,16 @@ def tables(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1, default=str))
+
+
 def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
     if dist.get_rank():
         return
     print(f"\n{tables(results)}\n", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1, default=str))
+    save(args, results)
     if args.save:
         text = (__doc__ or "").partition("results.md\n\n")[2].partition("To try the script")[0].strip()
         args.save.write_text(f"{text}\n\n{tables(results)}\n")

@@ -196,6 +196,11 @@ def work(args: argparse.Namespace) -> None:
                 taken = step(batch)
                 if count:
                     steps[name].append(taken)
+                if rank == 0:
+                    print(
+                        f"{time.strftime('%T')} {args.worker} {name} {taken[0]:.1f} ms, loss {taken[1]:.5f}",
+                        flush=True,
+                    )
                 if late[-1] and rank == 0 and turn._place == turn._of - 1:
                     (args.turns / "stop").touch()
             turn.over(rank)

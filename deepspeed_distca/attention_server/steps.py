@@ -36,8 +36,8 @@ from deepspeed_distca.attention_server.transfers import (
     add_rows,
     consecutive,
     dispatch,
-    give_back,
-    take_back,
+    home_rows,
+    work_rows,
 )
 
 Result = TypeVar("Result")
@@ -166,7 +166,7 @@ class ForwardSteps(_Steps):
 
         lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
         stats = list(consecutive(lse_back, p.returned))
-        returning = self._exchange.expect([*take_back(out, p.q_out), *stats[: len(p.q_out)]], sends=bool(p.q_in))
+        returning = self._exchange.expect([*home_rows(out, p.q_out), *stats[: len(p.q_out)]], sends=bool(p.q_in))
 
         def away() -> tuple:
             self._arrived(i)
@@ -176,7 +176,7 @@ class ForwardSteps(_Steps):
                 q_work, k_work, v_work = self._work
                 out_work, lse_work = kernel.forward(q_work, k_work, v_work, p.remote, spec)
                 lse_work = _transposed(lse_work)
-                results = [*give_back(out_work, p.q_in), *give_back(lse_work, p.q_in)]
+                results = [*work_rows(out_work, p.q_in), *work_rows(lse_work, p.q_in)]
             return out_work, lse_work, results, returning.start(results) if self._exchange.early else None
 
         out_work, lse_work, results, giving_back = self._run(i, at_home, away, q.device)
@@ -263,7 +263,7 @@ class BackwardSteps(_Steps):
         if p.is_local and not any(s.kv_in or s.kv_out for s in complete):
             return self._at_home(part, i)
 
-        receives: list = list(take_back(dq, p.q_out))
+        receives: list = list(home_rows(dq, p.q_out))
         for j in self._phase.keys_after(i):
             runs = self._phase.parts[j].plan.kv_out
             rows = sum(run.rows for run in runs)
@@ -274,7 +274,7 @@ class BackwardSteps(_Steps):
         def away() -> tuple:
             self._arrived(i)
             dq_work, totals = self._in_workspace(part, i)
-            sends = [] if dq_work is None else [*give_back(dq_work, p.q_in)]
+            sends = [] if dq_work is None else [*work_rows(dq_work, p.q_in)]
             for server in complete:
                 for total in totals:
                     sends += [(run.peer, _as(total[run.at_work], dtype)) for run in server.kv_in]

@@ -74,16 +74,6 @@ class TaskBatch:
         return int(self.k_len.max(initial=0))
 
     @cached_property
-    def is_packed_q(self) -> bool:
-        """The query ranges tile the whole buffer in order."""
-        return _tiles(self.q_start, self.q_len, self.q_rows)
-
-    @cached_property
-    def is_packed_k(self) -> bool:
-        """The key ranges tile the whole buffer in order."""
-        return _tiles(self.k_start, self.k_len, self.k_rows)
-
-    @cached_property
     def key_spans(self) -> list[slice]:
         """The key rows of all tasks, as ascending ranges that do not touch each other."""
         order = np.argsort(self.k_start, kind="stable")
@@ -145,8 +135,3 @@ class DeviceTasks:
             parts[part][n] = int(start[-1] + length[-1]) if n else 0
             parts[part + 1][:] = torch.from_numpy(length)
         return cls(*host.to(device, non_blocking=True).split([n + 1, n, n + 1, n]))
-
-
-def _tiles(start: np.ndarray, length: np.ndarray, rows: int) -> bool:
-    ends = np.cumsum(length)
-    return bool(int(length.sum()) == rows and np.array_equal(start, ends - length))

@@ -11,20 +11,14 @@ from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, 
 from deepspeed_distca.attention_server.rank_plan import RankPlan, Run
 
 
-def send(home: torch.Tensor, runs: list[Run]) -> Messages:
+def home_rows(home: torch.Tensor, runs: list[Run]) -> Messages:
+    """The runs' rows of a home buffer, with their peers: to send, or to receive into."""
     return [(run.peer, home[run.at_home]) for run in runs]
 
 
-def take_back(home: torch.Tensor, runs: list[Run]) -> Messages:
-    return send(home, runs)
-
-
-def receive(work: torch.Tensor, runs: list[Run]) -> Messages:
+def work_rows(work: torch.Tensor, runs: list[Run]) -> Messages:
+    """The same of a workspace."""
     return [(run.peer, work[run.at_work]) for run in runs]
-
-
-def give_back(work: torch.Tensor, runs: list[Run]) -> Messages:
-    return receive(work, runs)
 
 
 def relay(p: RankPlan, k_work: torch.Tensor, v_work: torch.Tensor) -> Round | None:
@@ -33,8 +27,8 @@ def relay(p: RankPlan, k_work: torch.Tensor, v_work: torch.Tensor) -> Round | No
         return None
     works = (k_work, v_work)
     return (
-        [message for work in works for message in send(work, p.relay_out)],
-        [message for work in works for message in receive(work, p.relay_in)],
+        [message for work in works for message in home_rows(work, p.relay_out)],
+        [message for work in works for message in work_rows(work, p.relay_in)],
     )
 
 
@@ -65,14 +59,14 @@ def dispatch(
         queries, keys: home and workspace of what goes with query rows, and of keys and values.
         stats: of the query rows of ``p.returned``, one after another, and their workspace.
     """
-    sends = [message for home, _ in queries for message in send(home, p.q_out)]
-    receives = [message for _, work in queries for message in receive(work, p.q_in)]
+    sends = [message for home, _ in queries for message in home_rows(home, p.q_out)]
+    receives = [message for _, work in queries for message in work_rows(work, p.q_in)]
     if stats is not None:
         rows = consecutive(stats[0], p.returned)
         sends += rows[: len(p.q_out)]
-        receives += receive(stats[1], p.q_in)
-    sends += [message for home, _ in keys for message in send(home, p.kv_out_direct)]
-    receives += [message for _, work in keys for message in receive(work, p.kv_in_direct)]
+        receives += work_rows(stats[1], p.q_in)
+    sends += [message for home, _ in keys for message in home_rows(home, p.kv_out_direct)]
+    receives += [message for _, work in keys for message in work_rows(work, p.kv_in_direct)]
     pending = exchange.start(sends, receives, relay(p, *(work for _, work in keys)))
     for home, work in queries:
         keep(work, home, p.q_keep)

@@ -12,6 +12,7 @@ import pytest
 
 from deepspeed_distca.attention_server.task_batch import TaskBatch
 from tests.distributed.harness import ROOT, run_program
+from tests.scheduler.checks import tile
 
 TINY = ["--servers", "2", "--tokens", "1024", "--q-heads", "4", "--kv-heads", "1", "--head-dim", "32"]
 
@@ -50,7 +51,8 @@ def test_whole_documents_have_the_nearest_area(benchmark_module) -> None:
     start = np.cumsum(q_len) - q_len, np.cumsum(k_len) - k_len
     tasks = TaskBatch(start[0], q_len, start[1], k_len, int(q_len.sum()), int(k_len.sum()))
     whole = benchmark_module.whole_documents(tasks)
-    assert whole.is_packed_q and whole.is_packed_k and (whole.q_len == whole.k_len).all()
+    assert tile(whole.q_start, whole.q_len, whole.q_rows) and tile(whole.k_start, whole.k_len, whole.k_rows)
+    assert (whole.q_len == whole.k_len).all()
     assert whole.q_len[0] == 1 and whole.q_len[3] == 5000
     for q, k, n in zip(q_len, k_len, whole.q_len, strict=True):
         area = q * (2 * k - q + 1) // 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deepspeed_distca.profiling.shapes import Limits, fitting_shapes, held_out_shapes, smallest_shape
-from tests.scheduler.checks import visible_pairs
+from tests.scheduler.checks import tile, visible_pairs
 
 
 @pytest.mark.parametrize("limits", [Limits(65536, 128, 8 * 65536), Limits(4096, 128, 4096), Limits(256, 16, 2048)])
@@ -16,7 +16,7 @@ def test_limits_are_kept(limits, window):
     fitting, unseen = fitting_shapes(limits, window), held_out_shapes(limits, window)
     for shape in [*fitting, *unseen, smallest_shape(limits, window)]:
         tasks = shape.tasks  # which checks the ranges
-        assert tasks.is_packed_q and tasks.is_packed_k
+        assert tile(tasks.q_start, tasks.q_len, tasks.q_rows) and tile(tasks.k_start, tasks.k_len, tasks.k_rows)
         assert tasks.q_rows <= limits.longest and tasks.k_rows <= max(limits.key_rows, limits.longest)
         assert shape.features[0] <= limits.pairs and shape.window == window
         if window is not None:

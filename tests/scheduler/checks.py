@@ -71,3 +71,8 @@ def check_shards(layout: Layout, rows: np.ndarray, shard: int) -> None:
         for start, end in itertools.pairwise(borders):
             part = min(end, q_end) - max(start, q_start)
             assert part <= 0 or part == end - start or part >= shard
+
+
+def tile(start: np.ndarray, length: np.ndarray, rows: int) -> bool:
+    """Whether ranges cover all rows of a buffer in order, each once."""
+    return int(length.sum()) == rows and np.array_equal(start, np.cumsum(length) - length)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,8 @@ NOT_RUN = {
     "ls -l ~/.cache/torch_extensions/*/deepspeed_shm_comm/lock": "looks at the user's cache",
     "rm ~/.cache/torch_extensions/*/deepspeed_shm_comm/lock": "changes the user's cache",
 }
+#: Programs of this interpreter's environment come first, also where it is not activated.
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 #: Modules in examples that are not installed for tests.
 FOREIGN = {"liger_kernel"}
 
@@ -124,9 +128,13 @@ def test_every_page_is_in_the_site():
     assert sorted(pages) == sorted(["CHANGELOG.md", *(path.name for path in PAGES)])
 
 
-@pytest.mark.skipif(not shutil.which("mkdocs"), reason="mkdocs-material is not installed (pip install -e .[docs])")
+@pytest.mark.skipif(
+    not shutil.which("mkdocs", path=PATH), reason="mkdocs-material is not installed (pip install -e .[docs])"
+)
 def test_the_site_builds_without_a_warning(tmp_path: Path):
-    done = run_program(["bash", ROOT / "scripts" / "docs.sh", "--site-dir", tmp_path / "site"])
+    done = run_program(
+        ["bash", ROOT / "scripts" / "docs.sh", "--site-dir", tmp_path / "site"], environment={"PATH": PATH}
+    )
     assert done.returncode == 0 and "WARNING" not in done.stdout, done.stdout
     built = {path.name for path in (tmp_path / "site" / "images").iterdir()}
     assert built == {path.name for path in (ROOT / "docs" / "images").iterdir()}

@@ -53,6 +53,7 @@ setup(
             "datasets",
             "hypothesis",
             "matplotlib",
+            "mkdocs-material",  # the tests build the site
             "mypy>=2.4",
             "peft",
             "psutil",

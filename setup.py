@@ -37,7 +37,7 @@ setup(
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",
-        "deepspeed>=0.19.6",
+        "deepspeed>=0.19.8",
         "transformers>=5.17",
         "numpy",
         "pydantic>=2",

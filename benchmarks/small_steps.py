@@ -14,9 +14,9 @@ row, which are timed from a barrier to a barrier: 1 lets nothing of a step hide 
 The ideal of "long|short" is the mean of plain's "even" and "short". Milliseconds of a step are medians of the slowest
 rank.
 
-`--host` adds the host's time to queue a layer's core attention behind a busy device: with everything at home, and with
-rows moved as the plan of "long|short" would move them at any price. To try the script on CPU:
-`--tokens 256 --widths 64`.
+`--host` adds the host's time to queue a layer's core attention of "long|short" behind a busy device: by transformers'
+function, by the plugin's with everything at home, and with rows moved as if they cost nothing. In brackets: what a
+moved layer takes beyond plain. To try the script on CPU: `--tokens 256 --widths 64 --attention sdpa`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from steps.ending import leave
 from steps.measure import gather_floats, keep_busy
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import deepspeed_distca
 from deepspeed_distca.attention_server.core_attention import core_attention
@@ -97,7 +99,9 @@ def main() -> None:
     results: dict[str, Any] = {"about": about(args, device, liger), "steps": [], "host": []}
     end = time.monotonic() + args.budget_seconds
     if args.host:
-        results["host"] = [host_times(width, tokens, device) for width in args.widths for tokens in args.tokens]
+        results["host"] = [
+            host_times(args.attention, width, tokens, device) for width in args.widths for tokens in args.tokens
+        ]
         report(args, results)
     for zero in args.zero:
         for width in args.widths:
@@ -249,9 +253,29 @@ def meet(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def host_times(width: int, tokens: int, device: torch.device) -> dict[str, Any]:
-    """Collective: milliseconds that the host takes for a layer's core attention, by phase: [at home, moved] of the
-    rank that takes longest over both."""
+def host_times(attention: str, width: int, tokens: int, device: torch.device) -> dict[str, Any]:
+    """Collective: milliseconds that the host takes for a layer's core attention, by phase and kind, of the rank that
+    takes longest beyond plain where rows move."""
+    runs, messages, exchange = host_runs(attention, width, tokens, device)
+    for run in runs.values():
+        run()
+        run()
+    turns = [{kind: run() for kind, run in runs.items()} for _ in range(7)]
+    mine = {kind: [statistics.median(turn[kind][i] for turn in turns) for i in range(2)] for kind in runs}
+    everyone = gather_floats([ms for kind in runs for ms in mine[kind]], device)
+    ms = {}
+    for i, phase in enumerate(PHASES):
+        by_kind = [dict(zip(runs, rank[i::2], strict=True)) for rank in everyone]
+        ms[phase] = max(by_kind, key=lambda rank: rank["moved"] - rank["plain"])
+    return {"width": width, "tokens": tokens, "exchange": exchange, "ms": ms, "messages": messages}
+
+
+def host_runs(
+    attention: str, width: int, tokens: int, device: torch.device
+) -> tuple[dict[str, Callable[[], list[float]]], dict[str, int], str]:
+    """Collective: what queues core attention of LAYERS layers, forward and backward, and returns milliseconds a layer
+    of both, by kind: "plain" (transformers' function), "home" (ours, nothing moves), "moved"; the messages of a moved
+    layer by phase, and the exchange's name."""
     _, _, dim = MODELS[width]
     query = width // dim
     heads = Heads(query, max(1, query // 4), dim)
@@ -276,11 +300,12 @@ def host_times(width: int, tokens: int, device: torch.device) -> dict[str, Any]:
         for h in (query, heads.key_value, heads.key_value)
     )
     dout, spec, timed = torch.randn_like(q), AttentionSpec(dim**-0.5), TimedKernel(kernel, timer)
+    plain = plain_attention(attention, [s.length for s in layout.rank(rank)], dim, device)
 
-    def once(plan: LayerPlan) -> list[float]:
+    def run(attend: Callable[[], torch.Tensor]) -> list[float]:
         taken, outs = [], []
         calls = (
-            lambda: outs.extend(core_attention(q, k, v, plan, spec, timed)[0] for _ in range(LAYERS)),
+            lambda: outs.extend(attend() for _ in range(LAYERS)),
             lambda: torch.autograd.grad(outs, [q, k, v], [dout] * LAYERS),
         )
         for call in calls:
@@ -293,18 +318,33 @@ def host_times(width: int, tokens: int, device: torch.device) -> dict[str, Any]:
         timer.reset()
         return taken
 
-    for plan in plans:
-        once(plan)
-        once(plan)
-    turns = [[once(plan) for plan in plans] for _ in range(5)]
-    mine = [statistics.median(turn[p][phase] for turn in turns) for phase in range(2) for p in range(2)]
-    everyone = gather_floats(mine, device)
-    worst = {
-        phase: max(([r[2 * i], r[2 * i + 1]] for r in everyone), key=lambda pair: pair[1] - pair[0])
-        for i, phase in enumerate(PHASES)
+    runs = {
+        "plain": lambda: run(lambda: plain(q, k, v)),
+        "home": lambda: run(lambda: core_attention(q, k, v, plans[0], spec, timed)[0]),
+        "moved": lambda: run(lambda: core_attention(q, k, v, plans[1], spec, timed)[0]),
     }
     messages = {phase: int(m.messages(phase).max()) for phase, m in zip(PHASES, moved, strict=True)}
-    return {"width": width, "tokens": tokens, "exchange": exchange.name, "ms": worst, "messages": messages}
+    return runs, messages, exchange.name
+
+
+def plain_attention(
+    name: str, lengths: list[int], dim: int, device: torch.device
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """transformers' attention function of that name for rows of packed documents, [rows, heads, head_dim]."""
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+    module = torch.nn.Module()
+    module.config = LlamaConfig(attn_implementation=name)
+    module.is_causal, module.layer_idx, module.num_key_value_groups = True, 0, 4
+    described: dict[str, Any] = {"is_causal": True}
+    if "flash" in name:
+        starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
+        described |= {f"cu_seq_lens_{x}": starts for x in "qk"} | {f"max_length_{x}": max(lengths) for x in "qk"}
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = (t[None].transpose(1, 2) for t in (q, k, v))
+        return attend(module, *rows, None, dropout=0.0, scaling=dim**-0.5, **described)[0][0]
+
+    return attention
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -329,10 +369,13 @@ def tables(results: dict[str, Any]) -> str:
         of_plain = [f"{ms[kind] / ms['plain']:.3f}" for kind in KINDS[1:]]
         lines.append(f"| {' | '.join(map(str, cells))} | {of_plain[0]} | {share} | {of_plain[1]} |")
     if results["host"]:
-        lines += ["", "| width | tokens | host, ms a layer: forward at home, moved | backward | messages |"]
+        lines += ["", "| width | tokens | host, ms a layer: forward plain, at home, moved | backward | messages |"]
         lines += ["| --- | --- | --- | --- | --- |"]
     for row in results["host"]:
-        cells = [f"{home:.3f}, {moved:.3f} (+{moved - home:.3f})" for home, moved in row["ms"].values()]
+        cells = [
+            f"{', '.join(f'{x:.3f}' for x in ms.values())} (+{ms['moved'] - ms['plain']:.3f})"
+            for ms in row["ms"].values()
+        ]
         messages = ", ".join(map(str, row["messages"].values()))
         lines.append(f"| {row['width']} | {row['tokens']:,} | {' | '.join(cells)} | {messages} |")
     return "\n".join(lines)

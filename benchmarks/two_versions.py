@@ -2,14 +2,16 @@
 """Steps of two versions of the package side by side, a step of each in turn, in one run on the same GPUs.
 
     git archive --prefix=old/ 7521899 deepspeed_distca | tar -x -C /tmp
-    python benchmarks/two_versions.py --versions old=/tmp/old new=. --zero 1 --layers 3 --steps 3 --json results.json
+    python benchmarks/two_versions.py --versions old=/tmp/old new=. --zero 1 --layers 4 --rounds 5 --json results.json
 
 Every version is a torchrun of its own that imports the package from its folder; all stay alive, and each waits on its
-host, with nothing on its GPUs, until it is its turn. So both see the same clocks and temperatures. "plain" is run too
-unless --no-plain: the same model without the package. The model is as wide as Llama-3-8B, with Liger's kernels where
-they are installed, and takes what transformers' flattening collator makes of the documents: one of all tokens on even
-ranks beside sixteen on odd ones, one on each, and batches of arXiv 2510.18121's two length distributions, packed in
-order and cut at the ranks' ends. Milliseconds are medians of the slowest rank, memory is each version's own peak.
+host, with nothing on its GPUs, until it is its turn. So both see the same clocks and temperatures; who began in one
+round is last in the next, since a card is faster after an easy batch. "plain" is run too unless --no-plain: the same
+model without the package. The model is as wide as Llama-3-8B, with Liger's kernels where they are installed, and takes
+what transformers' flattening collator makes of the documents: one of all tokens on even ranks beside sixteen on odd
+ones, one on each (these two several times a round), and batches of arXiv 2510.18121's two length distributions, packed
+in order and cut at the ranks' ends. Milliseconds of a batch are medians of the slowest rank, a ratio is the median of
+those of steps beside each other, a mix adds up its batches; memory is each version's own peak.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--batches", type=int, default=5, help="of each length distribution")
     parser.add_argument("--seed", type=int, default=11, help="of their order")
-    parser.add_argument("--steps", type=int, default=3, help="measured, of each version on each batch")
+    parser.add_argument("--rounds", type=int, default=5, help="measured, of each version over all batches")
     parser.add_argument("--attention", default="flash_attention_4")
     parser.add_argument("--budget-seconds", type=float, default=1e9, help="stop after that long")
     parser.add_argument("--json", type=Path)
@@ -87,7 +90,7 @@ def main() -> None:
         args.save.write_text(
             f"{notes}\n\n{args.ranks} x {about['card']}, {about['date']}, torch {about['torch']}, DeepSpeed "
             f"{about['deepspeed']}; ZeRO-{args.zero}, {args.layers} layers, {args.tokens:,} tokens a rank, "
-            f"checkpointing {args.checkpointing}, {args.steps} steps.\n\n{text}\n"
+            f"checkpointing {args.checkpointing}, {args.rounds} rounds.\n\n{text}\n"
         )
 
 
@@ -99,11 +102,11 @@ def lengths(args: argparse.Namespace) -> dict[str, list[list[int]]]:
     tokens, ranks = args.tokens, range(args.ranks)
     short = [tokens // 16] * 16
     found = {"long|short": [short if r % 2 else [tokens] for r in ranks], "even": [[tokens] for r in ranks]}
-    for name in ("prolong", "pretrain"):
+    for name in ("prolong", "pretrain") if args.batches else ():
         made = layouts(
             name, context=131072, servers=args.ranks, tokens=tokens, batches=args.batches, shuffle=args.seed
         )
-        for index, layout in enumerate(made if args.batches else ()):
+        for index, layout in enumerate(made):
             found[f"{name} {index + 1}"] = [[segment.length for segment in layout.rank(r)] for r in ranks]
     return found
 
@@ -114,16 +117,22 @@ class Turn:
     def __init__(self, folder: Path, name: str, ranks: int) -> None:
         order = json.loads((folder / "order").read_text())
         self._folder, self._ranks, self._of = folder, ranks, len(order)
-        self._place, self._taken = order.index(name), 0
+        self._first, self._taken = order.index(name), 0
+        self.place = self._first
 
-    def wait(self) -> None:
-        number = self._taken * self._of + self._place
+    def wait(self, backwards: bool = False) -> None:
+        self.place = self._of - 1 - self._first if backwards else self._first
+        number = self._taken * self._of + self.place
         while number and not all((self._folder / f"{number - 1}-{rank}").exists() for rank in range(self._ranks)):
             time.sleep(POLL)
 
     def over(self, rank: int) -> None:
-        (self._folder / f"{self._taken * self._of + self._place}-{rank}").touch()
+        (self._folder / f"{self._taken * self._of + self.place}-{rank}").touch()
         self._taken += 1
+
+    @property
+    def is_last(self) -> bool:
+        return self.place == self._of - 1
 
 
 def work(args: argparse.Namespace) -> None:
@@ -188,12 +197,13 @@ def work(args: argparse.Namespace) -> None:
         step(batches[name])
     turn.over(rank)
     steps: dict[str, list[tuple[float, float]]] = {name: [] for name in batches}
-    for count in range(args.steps + 1):
-        for name, batch in batches.items():
-            turn.wait()
+    alone = [name for name in batches if mix(name) == name]
+    for count in range(args.rounds + 1):
+        for name in [*batches, *alone * (args.batches // 3 if count else 0)]:
+            turn.wait(backwards=bool(count % 2))
             skip = (args.turns / "stop").exists()
             if not skip:
-                taken = step(batch)
+                taken = step(batches[name])
                 if count:
                     steps[name].append(taken)
                 if rank == 0:
@@ -201,7 +211,7 @@ def work(args: argparse.Namespace) -> None:
                         f"{time.strftime('%T')} {args.worker} {name} {taken[0]:.1f} ms, loss {taken[1]:.5f}",
                         flush=True,
                     )
-                if late[-1] and rank == 0 and turn._place == turn._of - 1:
+                if late[-1] and rank == 0 and turn.is_last:
                     (args.turns / "stop").touch()
             turn.over(rank)
     memory = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if cuda else [0, 0]
@@ -261,31 +271,47 @@ def build(args: argparse.Namespace, device: Any, deepspeed: Any) -> Any:
     return engine
 
 
+def mix(batch: str) -> str:
+    """What a batch is one of: "prolong" of "prolong 3"."""
+    return batch.split()[0]
+
+
 def table(results: dict[str, Any]) -> str:
     names = list(results)
     first, *others = names
     lines = [f"| batch | {' | '.join(f'{n}, ms' for n in names)} | {' | '.join(f'{o} / {first}' for o in others)} |"]
     lines.append("| --- " * (2 * len(names)) + "|")
-    sums = dict.fromkeys(names, 0.0)
+    mixes: dict[str, list[list[float]]] = {}
     for batch in results[first]["steps"]:
-        if not all(results[n]["steps"][batch] for n in names):
-            continue
-        ms = {n: statistics.median(t for t, _ in results[n]["steps"][batch]) for n in names}
-        for n in names:
-            sums[n] += ms[n]
-        lines.append(_line(batch.replace("|", "\\|"), [ms[n] for n in names]))
-    lines.append(_line("all together", list(sums.values())))
+        taken = [[ms for ms, _ in results[n]["steps"][batch]] for n in names]
+        if all(taken):
+            ratios = [statistics.median(map(truediv, ms, taken[0])) for ms in taken[1:]]
+            mixes.setdefault(mix(batch), []).append([*map(statistics.median, taken), *ratios])
+    for name, rows in mixes.items():
+        for index, row in enumerate(rows if len(rows) > 1 else []):
+            lines.append(_line(f"{name} {index + 1}", row))
+        lines.append(_line(f"**{name}**", _together(rows, len(names))))
+    lines.append(_line("all together", _together([row for rows in mixes.values() for row in rows], len(names))))
     gib = "; ".join(f"{n} {a:.1f} GiB allocated, {r:.1f} reserved" for n in names for a, r in [results[n]["gib"]])
     losses = "; ".join(
         f"{n} {', '.join(f'{loss[0][1]:.5f}' for loss in list(results[n]['steps'].values())[:3] if loss)}"
         for n in names
     )
-    return "\n".join([*lines, "", f"Peak memory: {gib}.", f"First losses: {losses}."])
+    counts = {len(steps) for steps in results[first]["steps"].values()}
+    return "\n".join(
+        [*lines, "", f"Steps a batch: {min(counts)} to {max(counts)}. Peak memory: {gib}.", f"First losses: {losses}."]
+    )
 
 
-def _line(name: str, ms: list[float]) -> str:
-    cells = [f"{x:.1f}" for x in ms] + [f"{x / ms[0]:.4f}" for x in ms[1:]]
-    return f"| {name} | {' | '.join(cells)} |"
+def _together(rows: list[list[float]], versions: int) -> list[float]:
+    """Milliseconds added up; ratios, of time of the first version."""
+    sums = [sum(column) for column in zip(*rows, strict=True)]
+    return sums[:versions] + [sum(r[0] * r[i] for r in rows) / sums[0] for i in range(versions, len(sums))]
+
+
+def _line(name: str, row: list[float]) -> str:
+    cells = [f"{x:.1f}" if x > 10 else f"{x:.4f}" for x in row]
+    return f"| {name.replace('|', chr(92) + '|')} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ def witness(*windows: int | None, positions: torch.Tensor | None = POSITIONS) ->
 
 def packed(rule):
     """As transformers combines a rule with packed documents."""
-    rule = masking_utils.remap_positions_for_packed_sequence(rule, POSITIONS)
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # since transformers 5.18 or later
+        rule = masking_utils.remap_positions_for_packed_sequence(rule, POSITIONS)
     document = torch.cumsum(torch.diff(POSITIONS, prepend=POSITIONS[:, :1] - 1) != 1, 1)
     return masking_utils.and_masks(rule, masking_utils.packed_sequence_mask_function(document))
 

@@ -163,19 +163,21 @@ class Layout:
             raise LayoutError(f"a layout needs at least one rank, got {self.num_ranks}")
         if not len(s):
             return self
-        rank = s[:, RANK]
-        if rank[0] < 0 or rank[-1] >= self.num_ranks or (np.diff(rank) < 0).any():
+        rank, document, start, length = s.T
+        if rank[0] < 0 or rank[-1] >= self.num_ranks or (rank[1:] < rank[:-1]).any():
             raise LayoutError(f"segments must be ordered by rank, with ranks in 0..{self.num_ranks - 1}")
-        if (s[:, LENGTH] < 1).any() or (s[:, [DOCUMENT, START]] < 0).any():
-            bad = s[(s[:, LENGTH] < 1) | (s[:, [DOCUMENT, START]] < 0).any(1)][0]
+        if length.min() < 1 or document.min() < 0 or start.min() < 0:
+            bad = s[(length < 1) | (document < 0) | (start < 0)][0]
             raise LayoutError(
                 f"rank {bad[RANK]}: segment (document {bad[DOCUMENT]}, start {bad[START]}, length {bad[LENGTH]}) "
                 "needs length >= 1, document >= 0 and start >= 0"
             )
-        if float(s[:, LENGTH].sum(dtype=np.float64)) > MAX_TOKENS or int(s[:, START].max()) > MAX_TOKENS:
+        if float(length.sum(dtype=np.float64)) > MAX_TOKENS or int(start.max()) > MAX_TOKENS:
             raise LayoutError(f"the documents are too long: a layout may have {MAX_TOKENS} tokens in all")
-        s = s[self.order]
-        document, start, end = s[:, DOCUMENT], s[:, START], s[:, START] + s[:, LENGTH]
+        if not start.any() and (document[1:] > document[:-1]).all():
+            return self  # whole documents by their numbers, as most are
+        _, document, start, length = s[self.order].T
+        end = start + length
         expected = np.zeros_like(start)
         same = document[1:] == document[:-1]
         expected[1:][same] = end[:-1][same]

@@ -77,6 +77,11 @@ class _Home:
         """This rank's."""
         return RankPlan(home_routes(self.layout, self._rank) if self.whole else self.compiler.rank(self._rank))
 
+    @cached_property
+    def digest(self) -> int:
+        """Of either phase."""
+        return digest(self.layout, self.rows, window=self.window).value
+
 
 class PhasePlanner:
     """Plans phases.
@@ -110,6 +115,10 @@ class PhasePlanner:
             tasks, compiler = worth.spread(home.compiler)
             part = home.part if compiler is home.compiler else RankPlan(compiler.rank(self._server))
             sizes[:] = compiler.bytes_between(self._cost.heads, phase)
+        if np.array_equal(tasks.rows, home.rows):
+            made = home.digest
+        else:
+            made = digest(layout, tasks, phase=phase, window=window).value
         return PlannedPhase(
             phase,
             window,
@@ -118,7 +127,7 @@ class PhasePlanner:
             part,
             layers * sizes.sum(axis=(0, 2)),
             sizes.max(axis=0),
-            digest(layout, tasks, phase=phase, window=window).value,
+            made,
             worth.weights,
         )
 

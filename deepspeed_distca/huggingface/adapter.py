@@ -193,7 +193,8 @@ class DecoderHooks:
         """Switches the model to its plan; adds to the arguments what travels to its layers."""
         looked_at = not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
         self._names.use(FIRST if looked_at else NAME)
-        self._rope.begin(admitted.lengths)
+        if self._rope.rules:
+            self._rope.begin(admitted.lengths)
         if running.training:
             self._names.expect(plan)
         for key in _KERNEL_ARGUMENTS:

@@ -85,17 +85,20 @@ class RowRope:
     Args:
         model: the decoder.
 
+    Attributes:
+        rules: of the modules that have two sets of frequencies, by layer type.
+
     Raises:
         UnsupportedModelError: see :func:`row_rules`.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._rules: dict[nn.Module, dict[Any, RowRule]] = {}
+        self.rules: dict[nn.Module, dict[Any, RowRule]] = {}
         for rule in row_rules(model):
             if rule.two_sided:
-                self._rules.setdefault(rule.module, {})[rule.layer_type] = rule
+                self.rules.setdefault(rule.module, {})[rule.layer_type] = rule
         self._lengths: np.ndarray | None = None
-        self._handles = [m.register_forward_hook(self._after, with_kwargs=True) for m in self._rules]
+        self._handles = [m.register_forward_hook(self._after, with_kwargs=True) for m in self.rules]
 
     def begin(self, lengths: np.ndarray) -> None:
         """A planned forward begins.
@@ -117,11 +120,11 @@ class RowRope:
 
     def _after(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Any:
         lengths = self._lengths
-        if lengths is None or module not in self._rules:
+        if lengths is None or module not in self.rules:
             return None  # no planned forward, or a copy that brought this hook along
         signature = inspect.signature(module.forward)
         given = dict(signature.bind(*args, **kwargs).arguments)
-        rule = self._rules[module].get(given.get("layer_type"))
+        rule = self.rules[module].get(given.get("layer_type"))
         if rule is None or not (lengths > rule.limit).any():
             return None  # no position goes beyond the limit, so the module has chosen right
         positions = given[_POSITIONS]

@@ -55,13 +55,22 @@ class Admitted:
             were not to be counted, and so is the digest of the tokens.
         arguments: what the model gets.
         nothing: there is no real token: one stands in, which may have no part in any loss.
-        lengths: how long the document of each token is as a whole, int64 [batch, tokens], wherever it is stored.
+        shape: of the batch, [batch, tokens].
+        pieces: tokens of each segment here, and how long its document is as a whole, wherever that is stored; int64
+            [segments] each.
     """
 
     micro_batch: MicroBatch
     arguments: dict[str, Any]
     nothing: bool
-    lengths: np.ndarray
+    shape: tuple[int, int]
+    pieces: tuple[np.ndarray, np.ndarray]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """How long the document of each token is as a whole, int64 [batch, tokens]."""
+        tokens, lengths = self.pieces
+        return np.repeat(lengths, tokens).reshape(self.shape)
 
 
 def admit(
@@ -121,7 +130,8 @@ def admit(
         micro_batch,
         arguments,
         nothing,
-        np.repeat(lengths, mine[:, LENGTH]).reshape(rows, tokens),
+        (rows, tokens),
+        (mine[:, LENGTH], lengths),
     )
 
 

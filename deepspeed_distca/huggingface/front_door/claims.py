@@ -37,6 +37,8 @@ def documents_of(
     known = layout is not None or any(key in at_hand for key in (*CUMULATIVE, "seq_idx"))
     known = known or ("position_ids" in at_hand and "attention_mask" not in descriptions)
     said = at_hand if known else descriptions
+    if layout is not None and not said and rows == 1:  # nothing to compare
+        return layout.filled(), np.ones(tokens, dtype=bool), _with_mask(arguments, None, rows, tokens)
     mask = _mask(said.get("attention_mask"), rows, tokens)
     real = np.ones(rows * tokens, dtype=bool) if mask is None else mask != 0
     claims = []
@@ -62,7 +64,7 @@ def documents_of(
         layout = Layout.from_cu_seqlens(np.append(np.flatnonzero(begins), rows * tokens))
     if positions is not None:
         _check_positions(positions, layout, place, real, tokens)
-    return layout.filled(), real, _with_mask(arguments, real, "attention_mask" in said, rows, tokens)
+    return layout.filled(), real, _with_mask(arguments, real if "attention_mask" in said else None, rows, tokens)
 
 
 def _agreed(claims: list[_Claim], real: np.ndarray, rows: int, tokens: int, layout: Layout | None) -> np.ndarray:
@@ -267,12 +269,13 @@ def _check_positions(
         )
 
 
-def _with_mask(arguments: dict[str, Any], real: np.ndarray, read: bool, rows: int, tokens: int) -> dict[str, Any]:
-    """The mask for whatever else reads it (router losses): 1 on real tokens; none where all are, or none is."""
+def _with_mask(arguments: dict[str, Any], real: np.ndarray | None, rows: int, tokens: int) -> dict[str, Any]:
+    """The mask for whatever else reads it (router losses): 1 on real tokens; none where all are, or none is. `real` is
+    None where it was not read."""
     mask = arguments.get("attention_mask")
     if mask is None:
         return arguments
-    if not read:
+    if real is None:
         return {**arguments, "attention_mask": (mask != 0).long()}
     if real.all() or not real.any():
         return {**arguments, "attention_mask": None}

@@ -42,7 +42,8 @@ def with_targets(
     first = (ends - mine[:, LENGTH])[mine[:, START] == 0]
     # Behind a document's last token may be padding that belongs to it.
     last = ends[mine[:, START] + mine[:, LENGTH] == whole] - 1
-    last = np.union1d(last, np.flatnonzero(real[:-1] & ~real[1:]))
+    if not real.all():
+        last = np.union1d(last, np.flatnonzero(real[:-1] & ~real[1:]))
     made = dict(arguments)
     if shifted is not None:
         made["shift_labels"] = shifted = _left_out(

@@ -72,6 +72,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[2048, 4096], choices=list(MODELS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="of each rank")
+    parser.add_argument("--layers", type=int, help="in place of the width's")
     parser.add_argument("--zero", type=int, nargs="+", default=[1])
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true", help="engine.compile()")
@@ -148,6 +149,7 @@ def lengths(mix: str, tokens: int) -> list[int]:
 
 def build(args: argparse.Namespace, kind: str, width: int, zero: int, device: torch.device) -> Any:
     layers, feed_forward, head_dim = MODELS[width]
+    layers = args.layers or layers
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": device.type == "cuda"},
@@ -351,7 +353,7 @@ def tables(results: dict[str, Any]) -> str:
     about = results["about"]
     lines = [
         f"{about['ranks']} x {about['card']}, {about['processor']}; {about['date']}, torch {about['torch']}, "
-        f"DeepSpeed {about['deepspeed']}, checkpointing {about['checkpointing']}, compile {about['compile']}, "
+        f"DeepSpeed {about['deepspeed']}, layers {about['layers'] or 'as above'}, checkpointing {about['checkpointing']}, compile {about['compile']}, "
         f"Liger {about['liger']}, turns of {about['chunk']} steps, block {json.dumps(about['block'])}."
     ]
     if results["steps"]:

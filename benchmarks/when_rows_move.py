@@ -3,13 +3,13 @@
 
     python benchmarks/when_rows_move.py [--profile FILE] [--save FILE]
 
-Two ranks, one with a single document and one with sixteen of a sixteenth of its length, in models as wide as
-Llama-3.2-1B (2048, feed-forward 8192, 32/8 heads of 64) and Llama-3-8B (4096, 14336, 32/8 heads of 128). Everything is
-predicted by the cost model, nothing measured: by the shipped one of an H200, or by the file of a profile. Of a layer's
-phase "plain" is the time with every row at home: the linear layers' matrix products and attention on the busiest rank.
-"Moved" is the device's time with balance and its transfers, "host" what the host takes for such a layer. Rows move
-where the later of the two saves at least `min_gain` of plain. "Gain" is what is left, of both phases; a step has more
-in it.
+Two ranks, one with a single document and one with sixteen of a sixteenth of its length, in models as wide and deep as
+Llama-3.2-1B (2048, 16 layers, feed-forward 8192, 32/8 heads of 64) and Llama-3-8B (4096, 32 layers, 14336, 32/8 heads
+of 128). Everything is predicted by the cost model, nothing measured: by the shipped one of an H200, or by the file of a
+profile. Of a layer's phase "plain" is the time with every row at home: the linear layers' matrix products and attention
+on the busiest rank. "Moved" is the device's time with balance and its transfers, "host" what the host takes for such a
+layer. Rows move where the later of the two, with the layer's part of the search for the plan, saves at least `min_gain`
+of plain. "Gain" is what is left, of both phases; a step has more in it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ from deepspeed_distca.scheduler.worth import PlanOptions, Worth
 
 H200 = Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16")
 MODELS = (
-    SimpleNamespace(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8),
-    SimpleNamespace(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
+    SimpleNamespace(
+        hidden_size=2048, num_hidden_layers=16, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8
+    ),
+    SimpleNamespace(
+        hidden_size=4096, num_hidden_layers=32, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8
+    ),
 )
 TOKENS = tuple(1024 * 2**i for i in range(2, 7))
 COLUMNS = (
@@ -52,7 +56,7 @@ def row(model: SimpleNamespace, tokens: int, given: CostModel | None) -> tuple[s
     layout = Layout.from_lengths([[tokens], [tokens // 16] * 16])
     cells, left, whole = [], 0.0, 0.0
     for phase in PHASES:
-        worth = Worth(layout, None, phase, cost, options, early=True)
+        worth = Worth(layout, None, phase, cost, options, early=True, layers=model.num_hidden_layers)
         # What balance would do at any price.
         freely = Worth(layout, None, phase, cost, replace(options, min_gain=0.0), early=True)
         _, spread = freely.spread(RouteCompiler(layout, worth.home.rows))

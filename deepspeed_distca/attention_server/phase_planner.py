@@ -107,7 +107,9 @@ class PhasePlanner:
         if self._home is None or self._home.layout is not layout or self._home.window != window:
             self._home = _Home(layout, window, self._server)
         home = self._home
-        worth = Worth(layout, window, phase, self._cost, self._options, early=self._early, rows=home.rows)
+        worth = Worth(
+            layout, window, phase, self._cost, self._options, early=self._early, layers=layers, rows=home.rows
+        )
         sizes = np.zeros((2, layout.num_ranks, layout.num_ranks), dtype=np.int64)
         if home.whole and worth.stays():
             tasks, part = worth.home, home.part

@@ -28,6 +28,9 @@ LINEAR_WORK = {"forward": 1, "backward": 2}
 #: Derived from whole steps: see docs/cost_model.md, "What moving rows costs".
 PLAIN_HOST: dict[Phase, float] = {"forward": 2.4e-3, "backward": 4.8e-3}
 
+#: Seconds in which a phase's plan is searched, once for all its layers, and those for each segment: see there.
+SEARCH, SEARCH_SEGMENT = 2.2e-3, 8e-6
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -59,6 +62,7 @@ class Worth:
         cost: predicts the seconds of tasks and transfers, and of moving rows at all.
         options: how to plan.
         early: whether results leave as soon as they are there; otherwise once either end has done all its tasks.
+        layers: how many there are, over which the time of the search is spread; None: it is not counted.
         rows: ``home_tasks`` of the layout, where they are known.
 
     Attributes:
@@ -77,10 +81,12 @@ class Worth:
         options: PlanOptions,
         *,
         early: bool,
+        layers: int | None = None,
         rows: np.ndarray | None = None,
     ) -> None:
         self._layout, self._window, self._phase = layout, window, phase
         self._cost, self._options, self._early = cost, options, early
+        self._search = (SEARCH + SEARCH_SEGMENT * len(layout.segments)) / layers if layers else 0.0
         rows = home_tasks(layout, window) if rows is None else rows
         loads = np.zeros(layout.num_ranks, dtype=np.int64)
         np.add.at(loads, rows[:, SERVER], self._task_cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START]))
@@ -150,9 +156,8 @@ class Worth:
         return half if half > 2 * self._options.tolerance > 0 else self._options.tolerance
 
     def seconds(self, compiler: RouteCompiler) -> float:
-        """Predicted seconds of one layer's phase with its transfers, without what the host
-        does for them (:meth:`moved`). With speeds it
-        begins with the linear work."""
+        """Predicted seconds of one layer's phase with its transfers, without what the host does for them
+        (:meth:`moved`). With speeds it begins with the linear work."""
         at_home, away = (load / UNITS_PER_SECOND / self._speeds for load in compiler.loads(self._task_cost))
         sizes = compiler.bytes_between(self._cost.heads, self._phase)
         return phase_seconds(self._cost, at_home, away, *sizes, early=self._early, start=self._start)
@@ -177,8 +182,10 @@ class Worth:
 
     def pays(self, seconds: float, messages: int) -> bool:
         """Whether moving rows saves at least the share ``min_gain`` of the phase: a step takes as long as the later of
-        its device and its host (docs/design.md, "When rows move"). Arguments: see :meth:`moved`."""
-        return self.whole - max(self.moved(seconds, messages)) >= self._options.min_gain * self.whole
+        its device and its host, and begins with the search for the plan (docs/design.md, "When rows move"). Arguments:
+        see :meth:`moved`."""
+        saved = self.whole - max(self.moved(seconds, messages)) - self._search
+        return saved >= self._options.min_gain * self.whole
 
     def _task_cost(self, q_start: np.ndarray, q_end: np.ndarray, k_start: np.ndarray) -> np.ndarray:
         return self._cost.cost(q_start, q_end, k_start, self._window, self._phase)

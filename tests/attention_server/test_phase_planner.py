@@ -26,7 +26,15 @@ from deepspeed_distca.scheduler.cost_model import CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import Tasks
-from deepspeed_distca.scheduler.worth import LINEAR_WORK, PLAIN_HOST, PlanOptions, Worth, phase_seconds
+from deepspeed_distca.scheduler.worth import (
+    LINEAR_WORK,
+    PLAIN_HOST,
+    SEARCH,
+    SEARCH_SEGMENT,
+    PlanOptions,
+    Worth,
+    phase_seconds,
+)
 from tests.huggingface.lone_server import NoExchange, lone_server
 from tests.scheduler.strategies import layouts
 
@@ -43,6 +51,7 @@ FREE = replace(
 )
 GPU = torch.device("cuda", 0)
 PHASES = ["forward", "backward"]
+LAYERS = 32
 
 
 def planned(
@@ -54,7 +63,7 @@ def planned(
     **options,
 ) -> PlannedPhase:
     given = PlanOptions(0.005, 128, None, weights, linear_flops=FLOPS)
-    return PhasePlanner(0, cost, replace(given, **options), early=True).plan(layout, window, phase, 1)
+    return PhasePlanner(0, cost, replace(given, **options), early=True).plan(layout, window, phase, LAYERS)
 
 
 def predicted(layout: Layout, phase: str, tasks: Tasks) -> tuple[float, float]:
@@ -114,7 +123,8 @@ def test_without_speeds_attention_alone_is_balanced(lengths, phase, min_gain) ->
         before = float((tasks.loads_before / 1e15).max())
         seconds, price = predicted(layout, phase, tasks)
         later = max(linear + seconds, PLAIN_HOST[phase] + price)
-        left = (1 - min_gain) * (linear + before) - later
+        search = (SEARCH + SEARCH_SEGMENT * len(layout.segments)) / LAYERS
+        left = (1 - min_gain) * (linear + before) - later - search
         assert abs(left) < 1e-12 or moved == (left > 0)
 
 

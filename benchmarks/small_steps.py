@@ -353,7 +353,8 @@ def tables(results: dict[str, Any]) -> str:
     about = results["about"]
     lines = [
         f"{about['ranks']} x {about['card']}, {about['processor']}; {about['date']}, torch {about['torch']}, "
-        f"DeepSpeed {about['deepspeed']}, layers {about['layers'] or 'as above'}, checkpointing {about['checkpointing']}, compile {about['compile']}, "
+        f"DeepSpeed {about['deepspeed']}, layers {about['layers'] or 'as above'}, "
+        f"checkpointing {about['checkpointing']}, compile {about['compile']}, "
         f"Liger {about['liger']}, turns of {about['chunk']} steps, block {json.dumps(about['block'])}."
     ]
     if results["steps"]:

@@ -5,11 +5,11 @@
 
 Two ranks, one with a single document and one with sixteen of a sixteenth of its length, in models as wide and deep as
 Llama-3.2-1B (2048, 16 layers, feed-forward 8192, 32/8 heads of 64) and Llama-3-8B (4096, 32 layers, 14336, 32/8 heads
-of 128). Everything is predicted by the cost model, nothing measured: by the shipped one of an H200, or by the file of a
-profile. Of a layer's phase "plain" is the time with every row at home: the linear layers' matrix products and attention
-on the busiest rank. "Moved" is the device's time with balance and its transfers, "host" what the host takes for such a
-layer. Rows move where the later of the two, with the layer's part of the search for the plan, saves at least `min_gain`
-of plain. "Gain" is what is left, of both phases; a step has more in it.
+of 128). Everything is predicted by the cost model, nothing measured: by the shipped one of an H200, or by the file of
+a profile. Of a layer's phase "plain" is the time with every row at home: the linear layers' matrix products and
+attention on the busiest rank. "Moved" is the device's time with balance and its transfers, "host" what the host takes
+for such a layer. Rows move where the later of the two, with the layer's part of the search for the plan, saves at
+least `min_gain` of plain. "Gain" is what is left, of both phases; a step has more in it.
 """
 
 from __future__ import annotations

@@ -114,6 +114,7 @@ class RouteCompiler:
         rule: when key/value rows are relayed.
         """
         self._layout = layout
+        self._bytes: dict[tuple[Heads, str], tuple[np.ndarray, np.ndarray]] = {}  # asked for twice
         self._home_rows = layout.tokens
         index = _SegmentIndex(layout)
         tasks = np.array(tasks, dtype=np.int64)
@@ -199,11 +200,16 @@ class RouteCompiler:
         return counts
 
     def bytes_between(self, heads: Heads, phase: str) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of one layer from each rank to each, out and back: int64 [sender, receiver] each.
+        """Bytes of one layer from each rank to each, out and back: int64 [sender, receiver] each, not to be changed.
 
         Raises:
             OverflowError: see :func:`bytes_of`.
         """
+        if (heads, phase) not in self._bytes:
+            self._bytes[heads, phase] = self._count_bytes(heads, phase)
+        return self._bytes[heads, phase]
+
+    def _count_bytes(self, heads: Heads, phase: str) -> tuple[np.ndarray, np.ndarray]:
         if phase == "forward":
             q_out, q_back, kv_back = heads.q_bytes, heads.return_bytes, 0
         else:
@@ -220,9 +226,10 @@ class RouteCompiler:
             server, home, rows = runs[runs[:, 0] != runs[:, 1]][:, [0, 1, 4]].T
             np.add.at(out, (home, server), bytes_of(rows, there))
             np.add.at(back, (server, home), bytes_of(rows, returned))
-        server, relay, home, _, _, rows = self.relayed().T
-        np.add.at(out, (relay, server), bytes_of(rows, heads.kv_bytes))
-        np.add.at(out, (home, server), -bytes_of(rows, heads.kv_bytes))
+        if (self._kv_source >= 0).any():
+            server, relay, home, _, _, rows = self.relayed().T
+            np.add.at(out, (relay, server), bytes_of(rows, heads.kv_bytes))
+            np.add.at(out, (home, server), -bytes_of(rows, heads.kv_bytes))
         return out, back
 
     def loads(self, cost: TaskCost) -> tuple[np.ndarray, np.ndarray]:

@@ -12,8 +12,9 @@ the document with the largest surplus meets the largest rooms, a taker that is n
 other homes of the document have to give, and a last remainder goes to the smallest room that holds it, which leaves
 the large ones to others.
 
-Where shards are coarser than the room that is left, single shards are moved, and their takers first give away of their
-own where that can be cut finer. Where that leaves a load above what is promised, ranges are dealt out in order.
+Whoever gave more than it had to takes again. Where shards are coarser than the room that is left, single shards are
+moved, and their takers first give away of their own where that can be cut finer. Where that leaves a load above what is
+promised, ranges are dealt out in order.
 
 Everything is decided in Python integers and by geometry: documents are ordered by where they lie, not by their ids.
 """

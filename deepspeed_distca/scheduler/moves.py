@@ -7,7 +7,7 @@ See ``balance`` for what is reached and why moves are chosen as they are.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import nsmallest
 from typing import NamedTuple
@@ -28,8 +28,8 @@ _MANY = 32
 #: How many of the servers that have a document's keys, the least loaded ones, may take one more shard of it.
 _HOLDERS = 4
 
-#: Rounds of levelling for each rank, after which the remaining imbalance stays: a guard, far above what is needed.
-_LEVELLING = 8
+#: Rounds of levelling for each rank, after which the remaining imbalance stays: a guard, above what is needed.
+_LEVELLING = 2
 
 
 #: Queries [start, end) of a document that their home still computes: (cost, document, start, end). Plain tuples, of
@@ -118,7 +118,10 @@ class Moves:
         Returns:
             int64 [n, 4] (document, start, end, server): all query ranges, with the documents' ids.
         """
-        self._fill(list(self._own), self._shares.least_room)
+        givers = list(self._own)
+        self._fill(givers, self._shares.least_room)
+        # Who gave a costly piece as a whole may have room again, and often the keys of what others still have to give.
+        self._fill(givers, self._shares.least_room, givers)
         self._empty()
         self._level()
         # Of documents of which nothing moved all pieces are where they were.
@@ -157,13 +160,18 @@ class Moves:
 
     # -- filling rooms ------------------------------------------------------------------------------------------
 
-    def _fill(self, givers: list[int], least_room: Callable[[int, int], int], *, returning: bool = False) -> None:
+    def _fill(
+        self, givers: list[int], least_room: Callable[[int, int], int], takers: Sequence[int] | None = None
+    ) -> None:
         """Moves from givers to servers whose room is at least `least_room`(server, total) until either runs out.
 
-        With `returning`, servers that gave before may take.
+        Args:
+            takers: those servers; None are all whose own pieces are not given away.
         """
         self._least_room = least_room
-        self._room = {s: -self._over(s) for s in range(len(self._loads)) if returning or s not in self._own}
+        if takers is None:
+            takers = [s for s in range(len(self._loads)) if s not in self._own]
+        self._room = {s: -self._over(s) for s in takers}
         #: (room, -server) of those who take, ascending: the last is the largest.
         self._rooms = sorted((room, -s) for s, room in self._room.items() if self._is_open(s))
         # Whoever shares the document with the largest surplus over all its homes comes first and is served to the end,
@@ -409,7 +417,7 @@ class Moves:
                 step *= 2
             else:
                 self._cap *= 2
-            self._fill(givers, lambda server, total: 1, returning=True)
+            self._fill(givers, lambda server, total: 1, range(len(self._loads)))
             enough = max(enough, self._shares.total_for_one(self._total))
             givers = [r for r in givers if self._own[r]]
         self._limits, self._assumed_total, self._cap = before
@@ -419,8 +427,9 @@ class Moves:
     # -- where shards are coarser than the room that is left --------------------------------------------------------
 
     def _level(self) -> None:
-        """Single shards from servers above their limit to others, which give away of their own for it where that can
-        be cut finer, as long as that lowers the larger of the two relative loads."""
+        """Shards from servers above their limit to others, which give away of their own for it where that can be cut
+        finer, as long as that lowers the larger of the two relative loads. A shard's taker takes all that it has room
+        for: another one would need the document's keys as well."""
         relative, loads = self._shares.relative, self._loads
         stuck: set[int] = set()
         for _ in range(_LEVELLING * len(loads)):
@@ -437,7 +446,9 @@ class Moves:
                 if move.piece not in self._own[giver]:
                     continue  # the giver gave of it as well
                 if relative(move.server, loads[move.server] + move.cost) < level:
-                    self._take(giver, move)
+                    self._room[move.server] = -self._over(move.server)
+                    more = self._better(None, move.server, move.piece, self._over(giver))
+                    self._take(giver, more if more is not None and more.relief > move.relief else move)
                     continue
             stuck.add(giver)
 

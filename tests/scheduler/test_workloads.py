@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 
 import numpy as np
 import pytest
 
 from benchmarks.workloads.sampling import layouts
+from deepspeed_distca.layout import LENGTH, START
 from deepspeed_distca.scheduler import CostModel, Heads, balance
+from deepspeed_distca.scheduler.cost_model import pairs
+from deepspeed_distca.scheduler.profiles import Setting, choose
 from deepspeed_distca.scheduler.traffic import traffic
 
 HEADS = Heads(query=4, key_value=1, head_dim=128)
+H200 = Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16")
 
 CASES = {
     "pretrain-128K-8": dict(name="pretrain", context=131072, servers=8),
@@ -72,3 +77,20 @@ def test_balance_of_predicted_time(case, phase):
         assert tasks.balance <= 1.02
         # What cuts add: reading keys more than once, in backward.
         assert tasks.loads.sum() <= 1.05 * tasks.loads_before.sum()
+
+
+@pytest.mark.parametrize("head_tail", [False, True])
+@pytest.mark.parametrize("servers", [16, 64])
+@pytest.mark.parametrize("name", ["pretrain", "prolong"])
+def test_what_shards_leave_is_a_granule_in_backward_too(name, servers, head_tail):
+    """A task reads the keys of all before it, so that whole tails are given away: whoever gave them takes again."""
+    cost, over = choose(H200, CostModel().heads, folder=None).cost, []
+    for context, shuffle in itertools.product((262144, 524288), (None, 1, 7)):
+        case = dict(name=name, context=context, servers=servers, shuffle=shuffle, head_tail=head_tail)
+        for layout in layouts(**case, tokens=65536, batches=3):
+            longest = int((layout.segments[:, START] + layout.segments[:, LENGTH]).max())
+            for tolerance in (0.005, 0.02):
+                tasks = balance(layout, cost, phase="backward", tolerance=tolerance)
+                rows = cost.backward.pair * pairs(longest - 128, longest) + cost.backward.query_row * 128
+                over.append(tasks.balance - 1 - tolerance - rows / tasks.loads.mean())
+    assert max(over) <= 0

@@ -13,8 +13,8 @@ other homes of the document have to give, and a last remainder goes to the small
 the large ones to others.
 
 Whoever gave more than it had to takes again. Where shards are coarser than the room that is left, single shards are
-moved, and their takers first give away of their own where that can be cut finer. Where that leaves a load above what is
-promised, ranges are dealt out in order.
+moved, and their takers first give away of their own where that can be cut finer. Where that leaves a load above what
+is promised, ranges are dealt out in order.
 
 Everything is decided in Python integers and by geometry: documents are ordered by where they lie, not by their ids.
 """

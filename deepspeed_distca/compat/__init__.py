@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, TypeVar
 
 #: Versions with which every name was tried or, where it says so below, found in the library's source.
-#: Run: torch 2.13.0, deepspeed 0.19.6 and 0.19.8, transformers 5.17.0 and 5.24.0, datasets 5.2.0. Read: the others.
+#: Run: torch 2.11.0, 2.13.0 and 2.14.1, and all of the others. Read: torch 2.12.0.
 TRIED = {
-    "torch": ("2.11.0", "2.12.0", "2.13.0"),
-    "deepspeed": ("0.19.6", "0.19.7", "0.19.8"),
+    "torch": ("2.11.0", "2.12.0", "2.13.0", "2.14.1"),
+    "deepspeed": ("0.19.8",),
     "transformers": ("5.17.0", "5.24.0"),
     "datasets": ("5.2.0",),
 }

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel, Phase, pairs
+from deepspeed_distca.scheduler.levels import by_levels
 from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, RouteCompiler
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks
+from deepspeed_distca.scheduler.topology import Topology
 
 #: A layer's linear work in a phase, in forwards of it: backward has gradients of inputs and of weights.
 LINEAR_WORK = {"forward": 1, "backward": 2}
@@ -31,6 +33,9 @@ PLAIN_HOST: dict[Phase, float] = {"forward": 2.4e-3, "backward": 4.8e-3}
 #: Seconds in which a phase's plan is searched, once for all its layers, and those for each segment: see there.
 SEARCH, SEARCH_SEGMENT = 2.2e-3, 8e-6
 
+#: Tolerances that are tried where nodes have links of their own, one after another as long as that ends sooner.
+_LOOSER = (0.1, 0.4)
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -42,6 +47,12 @@ class PlanOptions:
     server_weights: tuple[int, ...] | None = None  # speeds of this rank's servers
     min_gain: float = 0.0  # 0: rows move whatever it costs
     linear_flops: int = 0  # of a layer's forward, for a token
+    topology: Topology | None = None  # of the servers; None is one node
+
+    @property
+    def nodes(self) -> Topology | None:
+        """The topology, where it has several nodes."""
+        return None if self.topology is None or self.topology.size <= 1 else self.topology
 
     def speeds(self, servers: int) -> np.ndarray:
         """Relative speeds of the servers, 1 on average, and 1 where nothing is known: no weights, or a weight of 0."""
@@ -118,21 +129,64 @@ class Worth:
         frugal = self._frugal and not at_home.moves_rows
         if frugal and self.stays():
             return self.home, at_home
-        tasks = balance(
-            self._layout,
-            self._cost,
-            phase=self._phase,
-            window=self._window,
-            tolerance=self.tolerance() if frugal else self._options.tolerance,
-            granularity=self._options.granularity,
-            max_received_rows=self._options.max_received_rows,
-            server_weights=self.weights,
-        )
-        compiler = RouteCompiler(self._layout, tasks.rows)
+        tolerance = self.tolerance() if frugal else self._options.tolerance
+        if self._options.nodes is None:
+            tasks = self._balanced(tolerance)
+            compiler = RouteCompiler(self._layout, tasks.rows)
+        else:
+            tasks, compiler = self._over_nodes(self._options.nodes, tolerance, at_home)
         if not frugal or not compiler.moves_rows:
             return tasks, compiler
         messages = int(compiler.messages(self._phase).max())
         return (tasks, compiler) if self.pays(self.seconds(compiler), messages) else (self.home, at_home)
+
+    def _over_nodes(self, nodes: Topology, tolerance: float, at_home: RouteCompiler) -> tuple[Tasks, RouteCompiler]:
+        """Of some ways to balance, the one that ends first; or all at home, where that does and rows have to be worth
+        it. Links between nodes may carry less than balance asks for: then less of it is tried, too."""
+        plans: list[tuple[float, Tasks, RouteCompiler]] = []
+
+        def weigh(tasks: Tasks) -> float:
+            compiler = at_home if tasks is self.home else RouteCompiler(self._layout, tasks.rows)
+            plans.append((self.takes(compiler), tasks, compiler))
+            return plans[-1][0]
+
+        if self._frugal:
+            weigh(self.home)
+        weigh(self._balanced(tolerance))
+        near = weigh(self._balanced(tolerance, nodes))
+        if self._options.max_received_rows is None:  # levels know no cap
+            tasks = by_levels(
+                self._layout,
+                self._cost,
+                nodes,
+                phase=self._phase,
+                tolerance=tolerance,
+                granularity=self._options.granularity,
+                window=self._window,
+                server_weights=self.weights,
+            )
+            if tasks is not None:
+                weigh(tasks)
+        for looser in _LOOSER if self._frugal else ():
+            if looser > tolerance:
+                before, near = near, weigh(self._balanced(looser, nodes))
+                if near >= before:
+                    break
+        _, tasks, compiler = min(plans, key=lambda plan: plan[0])
+        return tasks, compiler
+
+    def _balanced(self, tolerance: float, topology: Topology | None = None) -> Tasks:
+        return balance(
+            self._layout,
+            self._cost,
+            phase=self._phase,
+            window=self._window,
+            tolerance=tolerance,
+            granularity=self._options.granularity,
+            max_received_rows=self._options.max_received_rows,
+            server_weights=self.weights,
+            topology=topology,
+        )
 
     @property
     def _frugal(self) -> bool:
@@ -160,7 +214,14 @@ class Worth:
         (:meth:`moved`). With speeds it begins with the linear work."""
         at_home, away = (load / UNITS_PER_SECOND / self._speeds for load in compiler.loads(self._task_cost))
         sizes = compiler.bytes_between(self._cost.heads, self._phase)
-        return phase_seconds(self._cost, at_home, away, *sizes, early=self._early, start=self._start)
+        nodes = self._options.nodes
+        return phase_seconds(self._cost, at_home, away, *sizes, early=self._early, start=self._start, nodes=nodes)
+
+    def takes(self, compiler: RouteCompiler) -> float:
+        """Predicted seconds of one layer's phase, its linear work with it: the later of what device and host take."""
+        if not compiler.moves_rows:
+            return self.whole
+        return max(self.moved(self.seconds(compiler), int(compiler.messages(self._phase).max())))
 
     def least(self) -> float:
         """Seconds that :meth:`seconds` of no plan can be below."""
@@ -200,23 +261,26 @@ def phase_seconds(
     *,
     early: bool,
     start: np.ndarray | None = None,
+    nodes: Topology | None = None,
 ) -> float:
     """Predicted seconds from the start of one layer's dispatch until the last rank has its results.
 
     Servers have something to do as long as they have tasks: those at home until rows are there, then those in the
-    workspace first. What a transfer takes is what its busiest end takes for all it sends or receives.
+    workspace first. What a transfer takes is what its busiest end takes for all it sends or receives over links of
+    its kind: those within nodes, or those between them.
 
     Args:
-        cost: rate and latency of transfers.
+        cost: rate and latency of transfers, within a node.
         at_home, away: seconds of each server's tasks in place and in its workspace, float64 [num_ranks].
         out, back: bytes [sender, receiver] of the dispatch and of the return.
         early: results leave as soon as they are there; otherwise once either end has done all its tasks.
         start: seconds after which each server has done the linear work in front of its dispatch, float64
             [num_ranks]: its tasks begin then, and its rows leave then. The phase begins with that work. None: all
             servers begin at once.
+        nodes: of the servers, with rate and latency of transfers between them; None is one node.
     """
     begin = np.zeros(len(at_home)) if start is None else start
-    sending, returning = (_pairwise(_ends(cost, size), size) for size in (out, back))
+    sending, returning = (_transfers(cost, size, nodes) for size in (out, back))
     arrivals = np.where(out > 0, begin[:, None] + sending, 0.0)
     there = np.maximum(arrivals.max(axis=0, initial=0.0), begin)  # when a server can begin with its workspace
     ready = there + away
@@ -224,6 +288,15 @@ def phase_seconds(
     leave = ready[:, None] if early else np.maximum(done[:, None], done[None, :])
     arrive = np.where(back > 0, leave + returning, 0.0)
     return float(max(done.max(initial=0.0), arrive.max(initial=0.0)))
+
+
+def _transfers(cost: CostModel, size: np.ndarray, nodes: Topology | None) -> np.ndarray:
+    """Seconds of the transfer between each two ranks, float64 like bytes `size` [sender, receiver]."""
+    if nodes is None:
+        return _pairwise(_ends(cost, size), size)
+    between = replace(cost, bytes_per_second=nodes.bytes_per_second, latency=nodes.latency)
+    inside, across = np.where(nodes.across, 0, size), np.where(nodes.across, size, 0)
+    return np.maximum(_pairwise(_ends(cost, inside), inside), _pairwise(_ends(between, across), across))
 
 
 def _ends(cost: CostModel, size: np.ndarray) -> np.ndarray:

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes and their links: what transfers take against one pair after another, plans of one node, and what is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.workloads.sampling import layouts as sampled
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler import CostModel, balance
+from deepspeed_distca.scheduler.cost_model import PHASES
+from deepspeed_distca.scheduler.routes import RouteCompiler
+from deepspeed_distca.scheduler.topology import Topology
+from deepspeed_distca.scheduler.worth import PlanOptions, Worth, phase_seconds
+from tests.scheduler.bounds import promised
+from tests.scheduler.checks import check_tasks
+from tests.scheduler.strategies import COSTS, layouts, windows
+
+COST = replace(CostModel.fitted(), bytes_per_second=450 * 10**9, latency=78_000_000_000)
+OPTIONS = PlanOptions(tolerance=0.02, granularity=128, min_gain=0.04, linear_flops=436_207_616)
+CASES = {
+    "pretrain": dict(name="pretrain", context=131072, servers=32),
+    "pretrain-512K": dict(name="pretrain", context=524288, servers=32),
+    "prolong-shuffled": dict(name="prolong", context=131072, servers=64, shuffle=1),
+    "prolong-headtail": dict(name="prolong", context=262144, servers=32, head_tail=True),
+}
+
+
+def test_nodes_of_a_size() -> None:
+    topology = Topology.of_size(3, 8, latency=5)
+    assert topology.nodes == (0, 0, 0, 1, 1, 1, 2, 2) and topology.latency == 5
+    assert topology.size == 3 and topology.servers == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert topology.sums(range(8)) == [3, 12, 13]
+    assert topology.across[2].tolist() == [False] * 3 + [True] * 5
+    assert Topology((1, 0, 1)).servers == [[1], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Topology((0, 2)), "without gaps"),
+        (lambda: Topology((1,)), "without gaps"),
+        (lambda: Topology((0, -1)), "nodes must be at least 0"),
+        (lambda: Topology((0,), bytes_per_second=0), "bytes_per_second must be an integer >= 1"),
+        (lambda: Topology((0,), latency=-1), "latency must be an integer >= 0"),
+        (lambda: Topology.of_size(0, 4), "node_size must be an integer >= 1"),
+    ],
+)
+def test_refused(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def slowly(cost: CostModel, topology: Topology, at_home, away, out, back, early: bool) -> float:
+    """:func:`phase_seconds`, one pair after another."""
+    ranks = range(len(at_home))
+
+    def link(size, one: int, far: bool) -> float:
+        others = [r for r in ranks if (topology.nodes[r] != topology.nodes[one]) == far]
+        busiest = max(sum(size[one][r] for r in others), sum(size[r][one] for r in others))
+        rate, latency = (topology.bytes_per_second, topology.latency) if far else (cost.bytes_per_second, cost.latency)
+        return latency / 1e15 + busiest / rate
+
+    def transfer(size, a: int, b: int) -> float:
+        far = topology.nodes[a] != topology.nodes[b]
+        return max(link(size, a, far), link(size, b, far)) if size[a][b] else 0.0
+
+    ready = [max(transfer(out, s, r) for s in ranks) + away[r] for r in ranks]
+    done = [max(at_home[r] + away[r], ready[r] if away[r] else 0.0) for r in ranks]
+    last = max(done)
+    for s in ranks:
+        for r in ranks:
+            if back[s][r]:
+                last = max(last, (ready[s] if early else max(done[s], done[r])) + transfer(back, s, r))
+    return last
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 7), st.booleans())
+def test_seconds_against_pair_after_pair(seed: int, ranks: int, early: bool) -> None:
+    rng = np.random.default_rng(seed)
+    _, nodes = np.unique(rng.integers(0, 3, ranks), return_inverse=True)
+    topology = Topology(tuple(nodes.tolist()), bytes_per_second=10**6, latency=10**12)
+    cost = replace(COST, bytes_per_second=10**7, latency=10**10)
+    at_home, away = rng.uniform(0, 5, ranks), rng.uniform(0, 5, ranks) * rng.integers(0, 2, ranks)
+    out = rng.integers(0, 10**6, (ranks, ranks)) * rng.integers(0, 2, (ranks, ranks)) * (away > 0)[None, :]
+    np.fill_diagonal(out, 0)
+    back = out.T // 2
+    seconds = phase_seconds(cost, at_home, away, out, back, early=early, nodes=topology)
+    expected = slowly(cost, topology, at_home, away, out.tolist(), back.tolist(), early)
+    assert seconds == pytest.approx(expected, rel=1e-12)
+    # Slower links between nodes never help, and one node has none.
+    faster = replace(topology, bytes_per_second=10**7, latency=10**11)
+    assert seconds >= phase_seconds(cost, at_home, away, out, back, early=early, nodes=faster)
+    one = Topology((0,) * ranks, bytes_per_second=1)
+    assert phase_seconds(cost, at_home, away, out, back, early=early, nodes=one) == phase_seconds(
+        cost, at_home, away, out, back, early=early
+    )
+
+
+def chosen(layout: Layout, phase: str, options: PlanOptions) -> tuple[Worth, RouteCompiler, np.ndarray, RouteCompiler]:
+    worth = Worth(layout, None, phase, COST, options, early=False)
+    at_home = RouteCompiler(layout, worth.home.rows)
+    tasks, compiler = worth.spread(at_home)
+    return worth, at_home, tasks.rows, compiler
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_one_node_is_as_without_nodes(case: str, phase: str) -> None:
+    for layout in sampled(**CASES[case], tokens=65536, batches=1):
+        one = Topology.of_size(layout.num_ranks, layout.num_ranks, bytes_per_second=1)
+        _, _, rows, _ = chosen(layout, phase, OPTIONS)
+        assert np.array_equal(chosen(layout, phase, replace(OPTIONS, topology=one))[2], rows)
+        tasks = balance(layout, COST, phase=phase, tolerance=0.02)
+        assert np.array_equal(balance(layout, COST, phase=phase, tolerance=0.02, topology=one).rows, tasks.rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), windows(), st.sampled_from(sorted(COSTS)), st.integers(1, 4), st.sampled_from([0.0, 0.02, 0.3]))
+def test_own_node_first_on_any_layout(layout, window, name, node_size, tolerance) -> None:
+    cost, phase = COSTS[name]
+    topology = Topology.of_size(node_size, layout.num_ranks)
+    tasks = balance(layout, cost, phase=phase, window=window, tolerance=tolerance, topology=topology)
+    check_tasks(layout, tasks.rows, window)
+    most = promised(layout, cost, tasks, tolerance, phase=phase, window=window)
+    assert all(load <= bound for load, bound in zip(tasks.loads.tolist(), most, strict=True))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_own_node_first_keeps_bytes_in_nodes(case: str, phase: str) -> None:
+    for layout in sampled(**CASES[case], tokens=65536, batches=2):
+        topology, across = Topology.of_size(8, layout.num_ranks), []
+        for nodes in (None, topology):
+            tasks = balance(layout, COST, phase=phase, tolerance=0.02, topology=nodes)
+            assert tasks.balance <= 1.02
+            sizes = RouteCompiler(layout, tasks.rows).bytes_between(COST.heads, phase)
+            across.append(int(sum(sizes)[topology.across].sum()))
+        # Documents of a node's size cross to others anyway.
+        assert across[1] <= (1.05 if CASES[case]["context"] == 524288 else 0.85) * across[0]
+
+
+@pytest.mark.parametrize("rate", [10**9, 10**10, 5 * 10**10])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_what_is_chosen_ends_first(case: str, phase: str, rate: int) -> None:
+    """Never later than with everything at home, where documents continue on other ranks or not, nor than the plan that
+    knows no nodes."""
+    for layout in sampled(**CASES[case], tokens=65536, batches=1):
+        topology = Topology.of_size(8, layout.num_ranks, bytes_per_second=rate)
+        worth, at_home, rows, compiler = chosen(layout, phase, replace(OPTIONS, topology=topology))
+        check_tasks(layout, rows, None)
+        flat = RouteCompiler(layout, balance(layout, COST, phase=phase, tolerance=0.02).rows)
+        assert worth.takes(compiler) <= min(worth.takes(at_home), worth.takes(flat))
+
+
+def test_rows_stay_where_links_between_nodes_are_slow() -> None:
+    layout = Layout.from_lengths([[65536], [4096] * 16])
+    for rate, moves in ((5 * 10**10, True), (10**8, False)):
+        topology = Topology.of_size(1, 2, bytes_per_second=rate)
+        _, _, _, compiler = chosen(layout, "forward", replace(OPTIONS, topology=topology))
+        assert compiler.moves_rows == moves
+
+
+def test_a_plan_whatever_it_costs_is_balanced() -> None:
+    layout = Layout.from_lengths([[65536], [4096] * 16, [4096] * 16, [4096] * 16])
+    topology = Topology.of_size(2, 4, bytes_per_second=10**8)
+    for options in (
+        replace(OPTIONS, topology=topology, min_gain=0.0),
+        replace(OPTIONS, topology=topology, server_weights=(0, 1, 1, 2)),
+        replace(OPTIONS, topology=topology, min_gain=0.0, max_received_rows=10**6),
+    ):
+        worth = Worth(layout, None, "forward", COST, options, early=False)
+        tasks, _ = worth.spread(RouteCompiler(layout, worth.home.rows))
+        shares = tasks.loads / np.array(worth.weights or (1, 1, 1, 1)).clip(1)
+        busy = np.array(worth.weights or (1, 1, 1, 1)) > 0
+        assert shares[busy].max() <= 1.03 * tasks.loads.sum() / np.array(worth.weights or (1, 1, 1, 1)).sum()
+        assert not tasks.loads[~busy].any()

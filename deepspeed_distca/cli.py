@@ -238,6 +238,61 @@ def _print_plan(report: dict[str, Any]) -> None:
     )
 
 
+# -- advise -----------------------------------------------------------------------------------------------------------
+
+
+def _advise_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "documents",
+        metavar="DOCUMENTS",
+        help="a JSON list of lengths; JSON lines, a Parquet file or a folder of datasets.save_to_disk with a column "
+        "of lengths or of token lists",
+    )
+    parser.add_argument("--ranks", type=_positive_int, required=True, help="GPUs that share attention")
+    parser.add_argument("--tokens-per-rank", type=_positive_int, required=True, help="of a micro-batch")
+    parser.add_argument("--column", help="of the documents (length where there is one, else input_ids)")
+    parser.add_argument("--model", metavar="FILE", help="a model's config.json (Llama-3-8B's sizes)")
+    parser.add_argument("--cost", metavar="FILE", help="of `ds_distca profile --save` (an H200's shipped one)")
+    parser.add_argument("--checkpointing", action="store_true", help="activations are computed a second time")
+    parser.add_argument("--micro-batches", type=_positive_int, default=20, help="the most that are drawn (20)")
+    parser.add_argument("--seed", type=int, default=0, help="of their order (0)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    from deepspeed_distca.advise import LLAMA_3_8B, Model, advise, read_config, read_lengths, training_options
+    from deepspeed_distca.scheduler.profiles import ProfileError, Setting, choose
+
+    if arguments.ranks > _MAX_RANKS:
+        raise UsageError(f"--ranks was given {arguments.ranks}; allowed: 1 to {_MAX_RANKS}")
+    try:
+        config = LLAMA_3_8B if arguments.model is None else read_config(Path(arguments.model))
+        model = Model.of(config)
+        h200 = Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16")
+        choice = choose(h200, model.heads, arguments.cost, folder=None)
+        advice = advise(
+            read_lengths(Path(arguments.documents), arguments.column),
+            model,
+            choice.cost,
+            training_options(config),
+            ranks=arguments.ranks,
+            tokens=arguments.tokens_per_rank,
+            checkpointing=arguments.checkpointing,
+            count=arguments.micro_batches,
+            seed=arguments.seed,
+        )
+    except OSError as error:
+        raise UsageError(f"{error.filename or arguments.documents}: {error.strerror or error}") from error
+    except (ValueError, TypeError, OverflowError, ProfileError) as error:
+        raise UsageError(str(error)) from error
+    if arguments.json:
+        print(json.dumps(advice.to_dict()))
+        return 0
+    print(f"model: {model.name}; cost model {choice.source}")
+    print(advice)
+    return 0
+
+
 # -- profile ----------------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +336,11 @@ def _positive_int(text: str) -> int:
 
 COMMANDS: dict[str, Command] = {
     "plan": Command("Balance the core attention of a layout.", _plan_arguments, _plan),
+    "advise": Command(
+        "Predict from the lengths of documents what the plugin would gain, by what training plans with.",
+        _advise_arguments,
+        _advise,
+    ),
     "profile": Command(
         "Measure the attention kernel of this device, and under torchrun the exchange between ranks, for the cost "
         "model of training.",

@@ -119,7 +119,9 @@ def arguments(command: str) -> str:
     for action in parser._actions:
         value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
         value = "/".join(action.choices or value.split("|"))
-        rows.append((f"`{' '.join([action.option_strings[0], value]).strip()}`", action.help or f"({action.default})"))
+        rows.append(
+            (f"`{' '.join([*action.option_strings[:1], value]).strip()}`", action.help or f"({action.default})")
+        )
     return _table(("option", "meaning (default)"), rows)
 
 

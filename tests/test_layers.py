@@ -21,6 +21,7 @@ LAYERS = (
     ("pipeline", "engine_runtime"),
     ("engine_hooks",),
     ("__init__",),
+    ("advise",),
     ("cli", "run"),
 )
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
@@ -34,6 +35,7 @@ WITHOUT = {
     "attention_server": ("deepspeed", "transformers"),
     "data": ("deepspeed", "transformers"),
     "profiling": ("deepspeed", "transformers"),
+    "advise": ("deepspeed", "transformers"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

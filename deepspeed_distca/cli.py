@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command ``ds_distca``; also ``python -m deepspeed_distca.cli``.
 
-Exit status 0: done. 2: the command line or its input is wrong, which one line on stderr explains.
+Exit status 0: done. 1: `doctor` found what will not work. 2: the command line or its input is wrong, which one line on
+stderr explains.
 """
 
 from __future__ import annotations
@@ -293,6 +294,24 @@ def _advise(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# -- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a ds_config.json, whose block is checked")
+    parser.add_argument("--model", metavar="FILE", type=Path, help="a model's config.json (Llama-3-8B's heads)")
+    parser.add_argument("--tokens-per-rank", type=_positive_int, help="of a micro-batch: tells the memory it takes")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from deepspeed_distca.doctor import examine, report
+
+    found = examine(arguments.config, arguments.model, arguments.tokens_per_rank)
+    print(report(found, arguments.json))
+    return int(any(finding.verdict == "bad" for finding in found))
+
+
 # -- profile ----------------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +359,11 @@ COMMANDS: dict[str, Command] = {
         "Predict from the lengths of documents what the plugin would gain, by what training plans with.",
         _advise_arguments,
         _advise,
+    ),
+    "doctor": Command(
+        "Look at versions, the attention kernel, a DeepSpeed config and a model: can the plugin run here?",
+        _doctor_arguments,
+        _doctor,
     ),
     "profile": Command(
         "Measure the attention kernel of this device, and under torchrun the exchange between ranks, for the cost "

@@ -45,6 +45,7 @@ RUN = {
         '"-m", module, *script)',
     ),
     "ds_distca advise": ("tests/test_cli_advise.py", '["advise"'),
+    "ds_distca doctor": ("tests/test_cli_doctor.py", '["doctor"'),
     "ds_distca plan": ("tests/test_cli_plan.py", '"plan"'),
     "ds_distca profile": ("tests/test_cli_profile.py", 'main(["profile"'),
     "torchrun --nproc_per_node 2 -m deepspeed_distca.cli profile": (

@@ -22,6 +22,7 @@ LAYERS = (
     ("engine_hooks",),
     ("__init__",),
     ("advise",),
+    ("doctor",),
     ("cli", "run"),
 )
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}

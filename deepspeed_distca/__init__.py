@@ -5,26 +5,31 @@
 packed documents is balanced over all data-parallel ranks.
 """
 
-import logging
 import sys
-
-if "deepspeed" not in sys.modules:
-    # DeepSpeed warns on standard output, at import, that it found no accelerator: among what `ds_distca plan --json`
-    # prints that would be no JSON. A script that imports DeepSpeed first sees all it has to say.
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        import deepspeed  # noqa: F401
-    finally:
-        logging.disable(before)
-
-from deepspeed_distca.config import DistCAConfig, DistCAConfigError
-from deepspeed_distca.data import AccumulationLoader, PackedSequenceCollator
-from deepspeed_distca.engine_hooks import attach, install, uninstall
-from deepspeed_distca.engine_runtime import Runtime
-from deepspeed_distca.layout import Layout, LayoutError, Segment
+from pathlib import Path
 
 __version__ = "0.1.0"
+
+
+def _is_command() -> bool:
+    """Whether this process is `ds_distca`, whose commands import what they need: neither DeepSpeed nor transformers,
+    which take seconds, to show a plan."""
+    return Path("".join(sys.argv[:1])).stem == "ds_distca" or "deepspeed_distca.cli" in sys.orig_argv
+
+
+if not _is_command():
+    from deepspeed_distca.compat.deepspeed import import_quietly
+
+    import_quietly()
+
+    from deepspeed_distca.config import DistCAConfig, DistCAConfigError
+    from deepspeed_distca.data import AccumulationLoader, PackedSequenceCollator
+    from deepspeed_distca.engine_hooks import attach, install, uninstall
+    from deepspeed_distca.engine_runtime import Runtime
+    from deepspeed_distca.layout import Layout, LayoutError, Segment
+
+    install()
+
 __all__ = [
     "AccumulationLoader",
     "DistCAConfig",
@@ -38,5 +43,3 @@ __all__ = [
     "install",
     "uninstall",
 ]
-
-install()

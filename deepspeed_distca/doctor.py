@@ -24,6 +24,7 @@ from deepspeed_distca.attention_server.kernels import (
 )
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.compat.deepspeed import import_quietly
 from deepspeed_distca.config import BLOCK, DistCAConfig, get_distca_config
 from deepspeed_distca.cost_choice import own_cost_model
 from deepspeed_distca.layout import Layout
@@ -97,6 +98,7 @@ def _versions() -> Iterator[Finding]:
             "ok" if known else "note", library, here + ("" if known else f", which nobody tried: {', '.join(tried)}")
         )
     try:
+        import_quietly()
         compat.check("engine", "zero_3")
         yield Finding("ok", "compat", "all names that are not public are there")
     except (compat.CompatError, ImportError) as error:

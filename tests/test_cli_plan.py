@@ -283,3 +283,19 @@ def test_as_a_module(tmp_path):
     )
     assert wrong.returncode == 2 and wrong.stdout == ""
     assert wrong.stderr.splitlines()[-1].startswith("ds_distca: error: tolerance")
+
+
+@pytest.mark.parametrize("command", [["plan", "--layout", "LAYOUT"], ["--help"]], ids=["plan", "help"])
+def test_a_plan_is_shown_without_waiting_for_libraries(tmp_path, command):
+    """torch, DeepSpeed and transformers take 9 s to import."""
+    file = tmp_path / "layout.json"
+    file.write_text(json.dumps(given()))
+    arguments = [str(file) if a == "LAYOUT" else a for a in command]
+    code = (
+        f"import sys; sys.argv = ['/bin/ds_distca', *{arguments!r}]\n"
+        "from deepspeed_distca.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "sys.exit(bool({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

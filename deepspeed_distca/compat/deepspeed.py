@@ -4,6 +4,9 @@ without an underscore, and the pipeline instructions and schedules that its docu
 
 from __future__ import annotations
 
+import importlib
+import logging
+import sys
 from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +24,19 @@ _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
 _ENGINE = "deepspeed.runtime.pipe.engine.PipelineEngine"
 _COUNT = "ds_grads_remaining"
+
+
+def import_quietly() -> None:
+    """Imports it. At import it warns on standard output that it found no accelerator: among what `ds_distca --json`
+    prints that would be no JSON. A script that imports DeepSpeed first sees all it has to say."""
+    if "deepspeed" in sys.modules:
+        return
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        importlib.import_module("deepspeed")
+    finally:
+        logging.disable(before)
 
 
 @private("deepspeed.utils.groups._get_sequence_parallel_world_size")

@@ -21,6 +21,8 @@ trap 'rm -rf "$work"' EXIT
 try() { # a name, and requirements beside those of setup.py
     local name="$1" python="$work/env/bin/python"
     shift
+    # What DeepSpeed builds with one torch does not load with another.
+    export TORCH_EXTENSIONS_DIR="$work/extensions-$name"
     echo "matrix: $name: installing ${*:-the newest}"
     "${PYTHON:-python3}" -m venv --clear "$work/env"
     "$python" -m pip --quiet install -e ".[dev]" "$@"

@@ -29,10 +29,10 @@ from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.traffic import overlaps
 
 #: The nodes' part of the tolerance is one in so many: cuts within a node add to its work.
-_NODES_PART = 2
+_NODES_PART = 8
 
 #: How often a node's work is shared out, as cuts add to the total of which limits are shares.
-_ATTEMPTS = 3
+_ATTEMPTS = 4
 
 
 def by_levels(

@@ -280,32 +280,31 @@ def phase_seconds(
         nodes: of the servers, with rate and latency of transfers between them; None is one node.
     """
     begin = np.zeros(len(at_home)) if start is None else start
-    sending, returning = (_transfers(cost, size, nodes) for size in (out, back))
-    arrivals = np.where(out > 0, begin[:, None] + sending, 0.0)
-    there = np.maximum(arrivals.max(axis=0, initial=0.0), begin)  # when a server can begin with its workspace
+    there = begin.copy()  # when a server can begin with its workspace
+    sender, receiver, seconds = _transfers(cost, out, nodes)
+    np.maximum.at(there, receiver, begin[sender] + seconds)
     ready = there + away
     done = np.maximum(begin + at_home + away, np.where(away > 0, ready, 0.0))
-    leave = ready[:, None] if early else np.maximum(done[:, None], done[None, :])
-    arrive = np.where(back > 0, leave + returning, 0.0)
-    return float(max(done.max(initial=0.0), arrive.max(initial=0.0)))
+    sender, receiver, seconds = _transfers(cost, back, nodes)
+    leave = ready[sender] if early else np.maximum(done[sender], done[receiver])
+    return float(max(done.max(initial=0.0), (leave + seconds).max(initial=0.0)))
 
 
-def _transfers(cost: CostModel, size: np.ndarray, nodes: Topology | None) -> np.ndarray:
-    """Seconds of the transfer between each two ranks, float64 like bytes `size` [sender, receiver]."""
+def _transfers(cost: CostModel, size: np.ndarray, nodes: Topology | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sender, receiver and seconds of each transfer, where `size` [sender, receiver] has bytes."""
+    ends = np.nonzero(size)
     if nodes is None:
-        return _pairwise(_ends(cost, size), size)
+        return *ends, _busier(cost, size, *ends)
+    across = np.where(nodes.across, size, 0)
     between = replace(cost, bytes_per_second=nodes.bytes_per_second, latency=nodes.latency)
-    inside, across = np.where(nodes.across, 0, size), np.where(nodes.across, size, 0)
-    return np.maximum(_pairwise(_ends(cost, inside), inside), _pairwise(_ends(between, across), across))
+    far, near = _busier(between, across, *ends), _busier(cost, size - across, *ends)
+    return *ends, np.where(across[ends] > 0, far, near)
 
 
-def _ends(cost: CostModel, size: np.ndarray) -> np.ndarray:
-    return cost.transfer_seconds(size.sum(axis=1), size.sum(axis=0))
-
-
-def _pairwise(seconds: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Seconds of the busier end, where bytes travel."""
-    return np.where(size > 0, np.maximum(seconds[:, None], seconds[None, :]), 0.0)
+def _busier(cost: CostModel, size: np.ndarray, sender: np.ndarray, receiver: np.ndarray) -> np.ndarray:
+    """Seconds of the busier end of each pair for all it sends or receives."""
+    busy = cost.transfer_seconds(size.sum(axis=1), size.sum(axis=0))
+    return np.maximum(busy[sender], busy[receiver])
 
 
 def finishing_weights(speeds: Sequence[int], linear: Sequence[int], home: Sequence[int]) -> tuple[int, ...]:

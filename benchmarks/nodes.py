@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans over many nodes: what crosses between them, and what a layer's attention takes with it.
+
+    OMP_NUM_THREADS=1 python benchmarks/nodes.py --servers 64 128 256 512 [--json FILE] [--save FILE]
+
+Nodes of 8 GPUs, 65,536 tokens a GPU, Llama 3 8B's heads, the shipped cost model of an H200, tolerance 0.02; one batch
+of each workload, context and order, in a contiguous layout and a head-tail one. Links carry 450 GB/s within a node and
+50 GB/s between nodes, each way a GPU, and take 78 us. "Flat" is the plan that knows no nodes, "near" the same with
+rooms of a giver's node filled first, "levels" the one by levels; where these leave more than the tolerance it is the
+near one, in so many of the two phases as "not by levels" says. "Across" are MiB that cross nodes, sent by the mean GPU
+in forward and backward of a layer, "worst NIC" what the busiest one sends or receives. "Planning" is processor time of
+both phases. Seconds are those of a layer's attention, forward and backward, as `phase_seconds` predicts them: with
+everything at home ("plain", where documents that continue on other ranks are exchanged), by these plans, by what
+`Worth` chooses in each phase, and with attention evened out for nothing ("ideal"). Nothing is measured but the
+planning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import shlex
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from workloads.sampling import NAMES, layouts
+
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler import Heads, balance
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
+from deepspeed_distca.scheduler.levels import by_levels
+from deepspeed_distca.scheduler.profiles import Setting, choose
+from deepspeed_distca.scheduler.routes import RouteCompiler
+from deepspeed_distca.scheduler.topology import Topology
+from deepspeed_distca.scheduler.worth import PlanOptions, Worth
+
+TOKENS, TOLERANCE, GRANULARITY, MIN_GAIN, NODE_SIZE = 65536, 0.02, 128, 0.04, 8
+LINEAR = 436_207_616  # of a layer of Llama 3 8B and a token, in forward
+H200 = Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16")
+CONTEXTS = (131072, 262144, 524288)
+MIB = 2**20
+COLUMNS = {
+    "workload": "workload",
+    "context": "context",
+    "shuffled": "shuffled",
+    "homes": "homes",
+    "servers": "GPUs",
+    "flat_across_mib": "flat: across",
+    "flat_worst_nic_mib": "worst NIC",
+    "flat_planning_ms": "planning ms",
+    "near_balance_forward": "near: balance forward",
+    "near_balance_backward": "backward",
+    "near_across_mib": "across",
+    "near_worst_nic_mib": "worst NIC",
+    "near_planning_ms": "planning ms",
+    "balance_forward": "levels: balance forward",
+    "balance_backward": "backward",
+    "across_mib": "across",
+    "worst_nic_mib": "worst NIC",
+    "planning_ms": "planning ms",
+    "not_by_levels": "not by levels",
+    "plain_s": "seconds: plain",
+    "flat_s": "flat",
+    "near_s": "near",
+    "levels_s": "levels",
+    "chosen_s": "chosen",
+    "chosen_planning_ms": "planning ms",
+    "ideal_s": "ideal",
+}
+
+
+def cost_model() -> CostModel:
+    """Of an H200, with the links of a node."""
+    return replace(choose(H200, Heads(), folder=None).cost, bytes_per_second=450 * 10**9, latency=78_000_000_000)
+
+
+def row(layout: Layout, topology: Topology) -> dict[str, float]:
+    """What one layout's plans are and take."""
+    cost, servers = cost_model(), layout.num_ranks
+    options = PlanOptions(TOLERANCE, GRANULARITY, min_gain=MIN_GAIN, linear_flops=LINEAR, topology=topology)
+    found: dict[str, float] = defaultdict(float, not_by_levels=0)
+    moved = {prefix: np.zeros((servers, servers)) for prefix in ("flat_", "near_", "")}
+    given = {"tolerance": TOLERANCE, "granularity": GRANULARITY}
+    for phase in PHASES:
+        worth = Worth(layout, None, phase, cost, options, early=False)
+        at_home = RouteCompiler(layout, worth.home.rows)
+        plans = {
+            "flat_": partial(balance, layout, cost, phase=phase, **given),
+            "near_": partial(balance, layout, cost, phase=phase, topology=topology, **given),
+            "": partial(by_levels, layout, cost, topology, phase=phase, **given),
+        }
+        tasks = worth.home
+        for prefix, plan in plans.items():
+            made, ms = timed(plan)
+            found[f"{prefix}planning_ms"] += ms
+            found["not_by_levels"] += made is None
+            tasks = made or tasks
+            compiler = RouteCompiler(layout, tasks.rows)
+            found[f"{prefix}balance_{phase}"] = tasks.balance
+            moved[prefix] += sum(compiler.bytes_between(cost.heads, phase))
+            found[f"{prefix or 'levels_'}s"] += worth.seconds(compiler)
+        (_, chosen), ms = timed(partial(worth.spread, at_home))
+        found["chosen_planning_ms"] += ms
+        found["chosen_s"] += worth.seconds(chosen)
+        found["plain_s"] += worth.seconds(at_home)
+        found["ideal_s"] += worth.least()
+    for prefix, size in moved.items():
+        across = np.where(topology.across, size, 0) / MIB
+        found[f"{prefix}across_mib"] = across.sum() / servers
+        found[f"{prefix}worst_nic_mib"] = max(across.sum(axis=0).max(), across.sum(axis=1).max())
+    return found
+
+
+def timed(plan: Callable[[], Any]) -> tuple[Any, float]:
+    """What a plan is, and the ms that it took."""
+    start = time.process_time()
+    made = plan()
+    return made, (time.process_time() - start) * 1e3
+
+
+def rows(servers: int) -> Iterator[dict[str, Any]]:
+    """A row of each workload, context, order and layout."""
+    topology = Topology.of_size(NODE_SIZE, servers)
+    for name in NAMES:
+        for context in CONTEXTS:
+            for shuffle in (None, 1):
+                for homes in ("contiguous", "head-tail"):
+                    about = {"workload": name, "context": context, "shuffled": shuffle is not None, "homes": homes}
+                    wanted = dict(context=context, servers=servers, shuffle=shuffle, head_tail=homes == "head-tail")
+                    for layout in layouts(name, tokens=TOKENS, batches=1, **wanted):
+                        yield {**about, "servers": servers, **row(layout, topology)}
+
+
+def shown(key: str, value: Any) -> str:
+    """A cell of the table."""
+    if key == "context":
+        return f"{value // 1024}K"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if "balance" in key:
+        return f"{value:.4f}"
+    return f"{value:.3f}" if key.endswith("_s") else f"{value:.0f}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--servers", type=int, nargs="+", default=[64, 128, 256, 512], help="GPUs (64 128 256 512)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the table to a file, in Markdown")
+    arguments = parser.parse_args()
+    print(" | ".join(COLUMNS.values()))
+    found, lines = [], [list(COLUMNS.values()), ["---"] * len(COLUMNS)]
+    for servers in arguments.servers:
+        for line in rows(servers):
+            found.append(line)
+            lines.append([shown(key, line[key]) for key in COLUMNS])
+            print(" | ".join(lines[-1]), flush=True)
+    command = f"python benchmarks/nodes.py {shlex.join(sys.argv[1:])}"
+    where = (
+        f"{datetime.date.today()}, {platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}"
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"command": command, "made": where, "rows": found}, indent=1) + "\n")
+    if arguments.save:
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        about = " ".join(__doc__.split("\n\n", 2)[2].split())
+        arguments.save.write_text(f"# Many nodes\n\n`{command}`, {where}.\n\n{table}\n\n{about}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

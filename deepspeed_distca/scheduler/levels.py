@@ -114,7 +114,7 @@ class _Levels:
         return Tasks(rows, computed, self._loads(self._layout.pieces, ranks)) if kept else None
 
     def _among_nodes(self) -> list[_Node]:
-        """Every node with what it is to compute."""
+        """What every node is to compute, but those whose servers all have the weight 0."""
         topology, layout = self._topology, self._layout
         node_of = np.array(topology.nodes, dtype=np.int64)
         segments = layout.segments.copy()
@@ -142,9 +142,11 @@ class _Levels:
         order = np.lexsort((start, ranges[:, 0], node))
         borders = np.searchsorted(node[order], np.arange(topology.size + 1))
         parts = [ranges[order[low:high]] for low, high in pairwise(borders.tolist())]
+        weights = [[self._weights[server] for server in its] for its in servers]
         return [
-            _Node(its, join_ranges(part), Shares([*(self._weights[s] for s in its), 0], len(its) + 1, self._tolerance))
-            for its, part in zip(servers, parts, strict=True)
+            _Node(its, join_ranges(part), Shares([*speeds, 0], len(its) + 1, self._tolerance))
+            for its, part, speeds in zip(servers, parts, weights, strict=True)
+            if any(speeds)
         ]
 
     def _within(self, node: _Node, share: int) -> np.ndarray:

@@ -47,7 +47,7 @@ class PlanOptions:
     server_weights: tuple[int, ...] | None = None  # speeds of this rank's servers
     min_gain: float = 0.0  # 0: rows move whatever it costs
     linear_flops: int = 0  # of a layer's forward, for a token
-    topology: Topology | None = None  # of the servers; None is one node
+    topology: Topology | None = None  # of this rank's servers; None is one node
 
     @property
     def nodes(self) -> Topology | None:
@@ -97,6 +97,11 @@ class Worth:
     ) -> None:
         self._layout, self._window, self._phase = layout, window, phase
         self._cost, self._options, self._early = cost, options, early
+        if options.nodes is not None and len(options.nodes.nodes) != layout.num_ranks:
+            raise ValueError(
+                f"topology: must say the node of each of the layout's {layout.num_ranks} servers, got "
+                f"{len(options.nodes.nodes)}"
+            )
         self._search = (SEARCH + SEARCH_SEGMENT * len(layout.segments)) / layers if layers else 0.0
         rows = home_tasks(layout, window) if rows is None else rows
         loads = np.zeros(layout.num_ranks, dtype=np.int64)

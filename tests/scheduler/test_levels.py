@@ -41,7 +41,8 @@ def topologies(ranks: int, seed: int) -> Topology:
 def test_any_layout_over_any_nodes(layout, window, name, seed, tolerance, weighted) -> None:
     cost, phase = COSTS[name]
     topology = topologies(layout.num_ranks, seed)
-    weights = [1 + r % 3 for r in range(layout.num_ranks)] if weighted else None
+    # One server at least computes; a node may have none that does.
+    weights = [(r + seed) % 3 for r in range(layout.num_ranks - 1)] + [2] if weighted else None
     options = dict(phase=phase, window=window, tolerance=tolerance, granularity=128, server_weights=weights)
     tasks = by_levels(layout, cost, topology, **options)
     if tasks is None:
@@ -110,3 +111,17 @@ def test_nothing_moves_where_all_is_balanced() -> None:
     layout = Layout.from_lengths([[8192]] * 4)
     tasks = by_levels(layout, COST, Topology.of_size(2, 4), phase="forward", tolerance=0.02, granularity=128)
     assert tasks is not None and not RouteCompiler(layout, tasks.rows).moves_rows
+
+
+def test_nothing_to_do() -> None:
+    empty = Layout.from_lengths([[], [], []])
+    tasks = by_levels(empty, COST, Topology.of_size(2, 3), phase="forward", tolerance=0.02, granularity=128)
+    assert tasks is not None and not len(tasks) and not tasks.loads.any()
+
+
+def test_a_node_that_computes_nothing() -> None:
+    layout = Layout.from_lengths([[8192], [4096] * 2, [8192], [8192]])
+    options = dict(phase="forward", tolerance=0.1, granularity=128, server_weights=(0, 0, 1, 1))
+    tasks = by_levels(layout, COST, Topology.of_size(2, 4), **options)
+    assert tasks is not None and not tasks.loads[:2].any()
+    check_tasks(layout, tasks.rows, None)

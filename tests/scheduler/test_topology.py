@@ -182,3 +182,9 @@ def test_a_plan_whatever_it_costs_is_balanced() -> None:
         busy = np.array(worth.weights or (1, 1, 1, 1)) > 0
         assert shares[busy].max() <= 1.03 * tasks.loads.sum() / np.array(worth.weights or (1, 1, 1, 1)).sum()
         assert not tasks.loads[~busy].any()
+
+
+def test_a_topology_of_other_servers_is_refused() -> None:
+    layout = Layout.from_lengths([[100], [100], [100]])
+    with pytest.raises(ValueError, match="each of the layout's 3 servers, got 4"):
+        Worth(layout, None, "forward", COST, replace(OPTIONS, topology=Topology.of_size(2, 4)), early=False)

@@ -297,13 +297,14 @@ def phase_seconds(
 
 def _transfers(cost: CostModel, size: np.ndarray, nodes: Topology | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sender, receiver and seconds of each transfer, where `size` [sender, receiver] has bytes."""
-    ends = np.nonzero(size)
+    sender, receiver = np.nonzero(size)
     if nodes is None:
-        return *ends, _busier(cost, size, *ends)
+        return sender, receiver, _busier(cost, size, sender, receiver)
     across = np.where(nodes.across, size, 0)
     between = replace(cost, bytes_per_second=nodes.bytes_per_second, latency=nodes.latency)
-    far, near = _busier(between, across, *ends), _busier(cost, size - across, *ends)
-    return *ends, np.where(across[ends] > 0, far, near)
+    near = _busier(cost, size - across, sender, receiver)
+    far = _busier(between, across, sender, receiver)
+    return sender, receiver, np.where(across[sender, receiver] > 0, far, near)
 
 
 def _busier(cost: CostModel, size: np.ndarray, sender: np.ndarray, receiver: np.ndarray) -> np.ndarray:

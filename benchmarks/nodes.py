@@ -6,13 +6,12 @@
 Nodes of 8 GPUs, 65,536 tokens a GPU, Llama 3 8B's heads, the shipped cost model of an H200, tolerance 0.02; one batch
 of each workload, context and order, in a contiguous layout and a head-tail one. Links carry 450 GB/s within a node and
 50 GB/s between nodes, each way a GPU, and take 78 us. "Flat" is the plan that knows no nodes, "near" the same with
-rooms of a giver's node filled first, "levels" the one by levels; where these leave more than the tolerance it is the
-near one, in so many of the two phases as "not by levels" says. "Across" are MiB that cross nodes, sent by the mean GPU
-in forward and backward of a layer, "worst NIC" what the busiest one sends or receives. "Planning" is processor time of
-both phases. Seconds are those of a layer's attention, forward and backward, as `phase_seconds` predicts them: with
-everything at home ("plain", where documents that continue on other ranks are exchanged), by these plans, by what
-`Worth` chooses in each phase, and with attention evened out for nothing ("ideal"). Nothing is measured but the
-planning.
+rooms of a giver's node filled first, "chosen" what `Worth` takes in each phase: one of these, one of less balance, or
+everything at home. "Across" are MiB that cross nodes, sent by the mean GPU in forward and backward of a layer, "worst
+NIC" what the busiest one sends or receives. "Planning" is processor time of both phases. Seconds are those of a
+layer's attention, forward and backward, as `phase_seconds` predicts them: with everything at home ("plain", where
+documents that continue on other ranks are exchanged), by these plans, and with attention evened out for nothing
+("ideal"). Nothing is measured but the planning.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from workloads.sampling import NAMES, layouts
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import Heads, balance
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
-from deepspeed_distca.scheduler.levels import by_levels
 from deepspeed_distca.scheduler.profiles import Setting, choose
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.topology import Topology
@@ -57,23 +55,18 @@ COLUMNS = {
     "flat_across_mib": "flat: across",
     "flat_worst_nic_mib": "worst NIC",
     "flat_planning_ms": "planning ms",
-    "near_balance_forward": "near: balance forward",
-    "near_balance_backward": "backward",
-    "near_across_mib": "across",
+    "near_across_mib": "near: across",
     "near_worst_nic_mib": "worst NIC",
     "near_planning_ms": "planning ms",
-    "balance_forward": "levels: balance forward",
+    "balance_forward": "chosen: balance forward",
     "balance_backward": "backward",
     "across_mib": "across",
     "worst_nic_mib": "worst NIC",
     "planning_ms": "planning ms",
-    "not_by_levels": "not by levels",
     "plain_s": "seconds: plain",
     "flat_s": "flat",
     "near_s": "near",
-    "levels_s": "levels",
     "chosen_s": "chosen",
-    "chosen_planning_ms": "planning ms",
     "ideal_s": "ideal",
 }
 
@@ -87,7 +80,7 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
     """What one layout's plans are and take."""
     cost, servers = cost_model(), layout.num_ranks
     options = PlanOptions(TOLERANCE, GRANULARITY, min_gain=MIN_GAIN, linear_flops=LINEAR, topology=topology)
-    found: dict[str, float] = defaultdict(float, not_by_levels=0)
+    found: dict[str, float] = defaultdict(float)
     moved = {prefix: np.zeros((servers, servers)) for prefix in ("flat_", "near_", "")}
     given = {"tolerance": TOLERANCE, "granularity": GRANULARITY}
     for phase in PHASES:
@@ -96,21 +89,15 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
         plans = {
             "flat_": partial(balance, layout, cost, phase=phase, **given),
             "near_": partial(balance, layout, cost, phase=phase, topology=topology, **given),
-            "": partial(by_levels, layout, cost, topology, phase=phase, **given),
+            "": lambda worth=worth, at_home=at_home: worth.spread(at_home)[0],
         }
-        tasks = worth.home
         for prefix, plan in plans.items():
-            made, ms = timed(plan)
+            tasks, ms = timed(plan)
             found[f"{prefix}planning_ms"] += ms
-            found["not_by_levels"] += made is None
-            tasks = made or tasks
             compiler = RouteCompiler(layout, tasks.rows)
             found[f"{prefix}balance_{phase}"] = tasks.balance
             moved[prefix] += sum(compiler.bytes_between(cost.heads, phase))
-            found[f"{prefix or 'levels_'}s"] += worth.seconds(compiler)
-        (_, chosen), ms = timed(partial(worth.spread, at_home))
-        found["chosen_planning_ms"] += ms
-        found["chosen_s"] += worth.seconds(chosen)
+            found[f"{prefix or 'chosen_'}s"] += worth.seconds(compiler)
         found["plain_s"] += worth.seconds(at_home)
         found["ideal_s"] += worth.least()
     for prefix, size in moved.items():

@@ -63,6 +63,11 @@ class AdvancedConfig(_Options):
     """ The most query and key/value rows that a server may receive for a micro-batch: a cap on memory which may cost
     balance. It is raised only where ranks of weight 0 leave no other way. Left out: no cap. """
 
+    node_size: int | None = Field(default=None, ge=1)
+    """ GPUs of a node, where attention is shared by ranks of several nodes: rows then go to servers of their own node
+    first, and bytes that cross nodes are priced by what a NIC carries (50 GB/s). Not with pipelines. Left out: links
+    between nodes are taken to be as fast as those within. """
+
     probe: bool = True
     """ Run the model on two handfuls of tiny documents when the engine is made, and refuse it where one document
     changes another's result, or a packed document's is not that of the document alone. """

@@ -137,7 +137,8 @@ class Runtime:
         server_groups = [g[i : i + servers] for g in rank_groups for i in range(0, len(g), servers)]
         self.place = mine.index(dist.get_rank()) % servers, servers
         weights = weights_of_servers(config.advanced.server_weights, len(mine), servers, mine.index(dist.get_rank()))
-        options = plan_options(config, engine.device, decoder.config.get_text_config(), weights)
+        own_servers = next(group for group in server_groups if dist.get_rank() in group)
+        options = plan_options(config, engine.device, decoder.config.get_text_config(), weights, own_servers)
         nano_batches = _nano_batches(config, servers, len(mine))
         built = build_server(
             engine,
@@ -147,9 +148,10 @@ class Runtime:
             cost=choice.cost,
             options=options,
             windows=windows,
-            # All but the weights of this rank's servers, which other ranks know as those of all.
+            # All but the weights and nodes of this rank's servers, which other ranks know as those of all.
             common=(
-                replace(options, server_weights=None),
+                replace(options, server_weights=None, topology=None),
+                config.advanced.node_size,
                 config.advanced.server_weights,
                 choice.cost,
                 windows,

@@ -11,17 +11,23 @@ import torch
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT
+from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.worth import PlanOptions
 
 
 def plan_options(
-    config: DistCAConfig, device: torch.device, model: Any, weights: tuple[int, ...] | None = None
+    config: DistCAConfig,
+    device: torch.device,
+    model: Any,
+    weights: tuple[int, ...] | None = None,
+    servers: Sequence[int] = (),
 ) -> PlanOptions:
-    """Options of planning, the same on every rank but for the weights.
+    """Options of planning, the same on every rank but for the weights and the topology.
 
     Args:
         model: the decoder's HuggingFace configuration.
         weights: of this rank's servers.
+        servers: their ranks, by which nodes are known.
     """
     advanced = config.advanced
     min_gain = advanced.min_gain
@@ -34,7 +40,19 @@ def plan_options(
         weights,
         min_gain,
         linear_flops(model),
+        None if advanced.node_size is None else topology_of(servers, advanced.node_size),
     )
+
+
+def topology_of(servers: Sequence[int], node_size: int) -> Topology:
+    """The nodes of servers, which have so many consecutive ranks each.
+
+    Args:
+        servers: their ranks, ascending.
+    """
+    nodes = [rank // node_size for rank in servers]
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    return Topology(tuple(numbers[node] for node in nodes))
 
 
 def weights_of_servers(given: Sequence[int] | None, ranks: int, servers: int, rank: int) -> tuple[int, ...] | None:

@@ -29,6 +29,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = dict(hidden_size=64, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2, vocab_size=32)
 
 
+@pytest.fixture(autouse=True)
+def free_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The price of a search is test_worth.py's: single layers would have to pay it alone here."""
+    monkeypatch.setattr(worth, "SEARCH", 0.0)
+    monkeypatch.setattr(worth, "SEARCH_SEGMENT", 0.0)
+
+
 def test_linear_flops_are_two_for_each_weight_of_a_layer() -> None:
     config = LlamaConfig(**SIZES, num_hidden_layers=1)
     with torch.device("meta"):
@@ -50,6 +57,13 @@ def test_the_default_is_the_devices(block, on_cpu, on_gpu) -> None:
     model = LlamaConfig(**SIZES)
     assert plan_options(parse_config(block), CPU, model).min_gain == on_cpu
     assert plan_options(parse_config(block), GPU, model).min_gain == on_gpu
+
+
+def test_servers_are_in_the_nodes_of_their_ranks() -> None:
+    model, given = LlamaConfig(**SIZES), parse_config({"advanced": {"node_size": 4}})
+    assert plan_options(parse_config({}), GPU, model, servers=range(8)).topology is None
+    for servers, nodes in ((range(8), (0,) * 4 + (1,) * 4), (range(6, 12), (0, 0, 1, 1, 1, 1)), ([8, 9], (0, 0))):
+        assert plan_options(given, GPU, model, servers=servers).topology.nodes == nodes
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

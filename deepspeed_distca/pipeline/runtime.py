@@ -115,11 +115,12 @@ class PipelineRuntime:
         """
         module: DecoderPipeline = engine.module
         check_attention(module.config)
-        if config.advanced.server_weights is not None:
-            raise DistCAConfigError(
-                f"`{BLOCK}.advanced.server_weights` cannot be combined with a PipelineModule, whose servers change "
-                "from tick to tick; remove it"
-            )
+        for option in ("server_weights", "node_size"):
+            if getattr(config.advanced, option) is not None:
+                raise DistCAConfigError(
+                    f"`{BLOCK}.advanced.{option}` cannot be combined with a PipelineModule, whose servers change from "
+                    "tick to tick; remove it"
+                )
         topology = _Topology(engine, config.advanced.pipeline_scope, config.servers)
         try:
             slots = Slots([module.stage_windows[s] for s in topology.stages])

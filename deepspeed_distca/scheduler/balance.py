@@ -111,7 +111,7 @@ def balance(
         return Tasks(task_rows(pieces, window), before, before)
 
     cuts, documents = Cuts(terms, window, granularity), number_documents(pieces)
-    row_costs = transfer_costs(heads or cost.heads, phase, cost.bytes_per_second)
+    row_costs = _row_costs(heads or cost.heads, phase, cost.bytes_per_second)
     received = _received_at_home(pieces, num_ranks, window) if max_received_rows else [0] * num_ranks
 
     nodes = [] if topology is None or topology.size <= 1 else topology.servers
@@ -207,7 +207,7 @@ def _check_total(costs: np.ndarray) -> None:
         raise OverflowError(f"the layout's total cost exceeds {MAX_COST} fs: its documents are too long")
 
 
-def transfer_costs(heads: Heads, phase: Phase, bytes_per_second: int) -> tuple[int, int]:
+def _row_costs(heads: Heads, phase: Phase, bytes_per_second: int) -> tuple[int, int]:
     """Transfer time of a moved query row and a key/value row, out and back, in the unit of loads."""
     if phase == "forward":
         query, key_value = heads.q_bytes + heads.return_bytes, heads.kv_bytes

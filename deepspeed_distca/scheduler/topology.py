@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,10 +60,3 @@ class Topology:
         """Which transfers cross nodes, bool [sender, receiver]."""
         node = np.array(self.nodes, dtype=np.int64)
         return node[:, None] != node[None, :]
-
-    def sums(self, values: Sequence[int]) -> list[int]:
-        """Of each node, the sum of its servers' values."""
-        found = [0] * self.size
-        for node, value in zip(self.nodes, values, strict=True):
-            found[node] += value
-        return found

@@ -85,12 +85,12 @@ def _by_home(
 ) -> np.ndarray:
     """Rows of ranges [low, high) by the rank that stores them and the server that needs them."""
     out = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-    which, piece, size = overlaps(pieces, document, low, high)
+    which, piece, size = _overlaps(pieces, document, low, high)
     np.add.at(out, (pieces[piece, PIECE_RANK], server[which]), size)
     return out
 
 
-def overlaps(
+def _overlaps(
     pieces: np.ndarray, document: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cuts ranges [low, high) at the borders of pieces: index of the range, index of the piece, and rows, by part."""
@@ -112,7 +112,7 @@ def overlaps(
 def homes_of(layout: Layout, rows: np.ndarray) -> list[list[int]]:
     """The ranks that store the query rows of each task of `rows` (``Tasks.rows``), ascending."""
     pieces = layout.pieces
-    which, piece, _ = overlaps(pieces, rows[:, TASK_DOCUMENT], rows[:, Q_START], rows[:, Q_END])
+    which, piece, _ = _overlaps(pieces, rows[:, TASK_DOCUMENT], rows[:, Q_START], rows[:, Q_END])
     homes: list[set[int]] = [set() for _ in range(len(rows))]
     for task, rank in zip(which.tolist(), pieces[piece, PIECE_RANK].tolist(), strict=True):
         homes[task].add(rank)

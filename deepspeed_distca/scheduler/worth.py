@@ -16,7 +16,6 @@ import numpy as np
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel, Phase, pairs
-from deepspeed_distca.scheduler.levels import by_levels
 from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, RouteCompiler
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks
@@ -159,19 +158,6 @@ class Worth:
             weigh(self.home)
         weigh(self._balanced(tolerance))
         near = weigh(self._balanced(tolerance, nodes))
-        if self._options.max_received_rows is None:  # levels know no cap
-            tasks = by_levels(
-                self._layout,
-                self._cost,
-                nodes,
-                phase=self._phase,
-                tolerance=tolerance,
-                granularity=self._options.granularity,
-                window=self._window,
-                server_weights=self.weights,
-            )
-            if tasks is not None:
-                weigh(tasks)
         for looser in _LOOSER if self._frugal else ():
             if looser > tolerance:
                 before, near = near, weigh(self._balanced(looser, nodes))

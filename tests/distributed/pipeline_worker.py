@@ -284,6 +284,8 @@ def refusals(stages: int) -> dict[str, str]:
     found["servers"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"servers": 3}})))
     weights = {"advanced": {"server_weights": [1, 1]}}
     found["weights"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": weights})))
+    nodes = {"advanced": {"node_size": 2}}
+    found["nodes"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": nodes})))
     turns = {"overlap": "ping_pong"}
     found["overlap"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": turns})))
     scope = {"advanced": {"pipeline_scope": "all", "pipeline_scopes": 1}}

@@ -121,6 +121,8 @@ def test_exact_over_more_ranks(world: int) -> None:
         case([spanning, lonely, mixed], zero, checkpointing, seed=world)
         for zero, checkpointing in ((0, "off"), (3, "non-reentrant"), (2, "reentrant"))
     ]
+    # As if two ranks made a node.
+    cases.append(case([spanning, lonely, mixed], 1, seed=world, advanced={"granularity": 16, "node_size": 2}))
     check(run_ranks("tests.distributed.engine_worker:train_cases", world, cases=cases), cases)
 
 

@@ -107,6 +107,7 @@ def test_what_cannot_be_used_is_refused_on_every_rank() -> None:
         assert "attention layer 0 of the stages has windows of [None, 6] keys" in outcome["windows"]
         assert "`distca.servers` was given 3; with scope 'grid' allowed: 2 (stages) times" in outcome["servers"]
         assert "`distca.advanced.server_weights` cannot be combined with a PipelineModule" in outcome["weights"]
+        assert "`distca.advanced.node_size` cannot be combined with a PipelineModule" in outcome["nodes"]
         assert '"ping_pong" cannot be combined with pipeline stages' in outcome["overlap"]
         assert "`distca.advanced.pipeline_scope` was given 'all'" in outcome["scope"]
         assert "`distca.advanced.pipeline_scopes` is not an option" in outcome["scope"]

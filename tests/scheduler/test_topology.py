@@ -35,7 +35,6 @@ def test_nodes_of_a_size() -> None:
     topology = Topology.of_size(3, 8, latency=5)
     assert topology.nodes == (0, 0, 0, 1, 1, 1, 2, 2) and topology.latency == 5
     assert topology.size == 3 and topology.servers == [[0, 1, 2], [3, 4, 5], [6, 7]]
-    assert topology.sums(range(8)) == [3, 12, 13]
     assert topology.across[2].tolist() == [False] * 3 + [True] * 5
     assert Topology((1, 0, 1)).servers == [[1], [0, 2]]
 

@@ -51,8 +51,7 @@ LLAMA_3_8B = {
 #: GPUs that one node has at most, as far as anybody knows.
 NODE = 8
 _NODES = (
-    "links between nodes are not known: all ranks are taken to be in one node. Over slow links less is won, or "
-    "nothing; `servers` in the block keeps sharing inside of nodes"
+    "all ranks are taken to be in one node, since --node-size was not given; over slow links less is won, or nothing"
 )
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 
@@ -129,7 +128,9 @@ def predict(
     plain = plugin = ideal = before = mean = 0.0
     moves = False
     for phase in PHASES:
-        worth = Worth(layout, None, phase, cost, options, early=True, layers=model.layers)
+        # Within a node rows travel by peer copies, which send results as soon as they are there.
+        early = options.nodes is None
+        worth = Worth(layout, None, phase, cost, options, early=early, layers=model.layers)
         _, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
         linear, even, host = worth.whole - worth.before, worth.least(), PLAIN_HOST[phase]
         again = checkpointing and phase == "forward"
@@ -147,14 +148,20 @@ def predict(
     return Predicted(plain, plugin, ideal, before / mean if mean else 1.0, moves)
 
 
-def training_options(config: Mapping[str, Any]) -> PlanOptions:
-    """With which a GPU plans when the `distca` block says nothing about it.
+def training_options(config: Mapping[str, Any], ranks: int = 1, node_size: int | None = None) -> PlanOptions:
+    """With which a GPU plans when the `distca` block says nothing about it but the size of a node.
 
     Args:
         config: the model's.
+        ranks: that share attention.
     """
-    sizes = SimpleNamespace(**(config.get("text_config") or config))
-    return plan_options(parse_config({}), torch.device("cuda"), sizes)
+    sizes, given = SimpleNamespace(**(config.get("text_config") or config)), parse_config(block_of(node_size))
+    return plan_options(given, torch.device("cuda"), sizes, servers=range(ranks))
+
+
+def block_of(node_size: int | None) -> dict[str, Any]:
+    """The `distca` block of a run."""
+    return {"enabled": True} if node_size is None else {"enabled": True, "advanced": {"node_size": node_size}}
 
 
 def micro_batches(lengths: np.ndarray, ranks: int, tokens: int, count: int, seed: int) -> Iterator[Layout]:
@@ -242,6 +249,7 @@ def advise(
     ranks: int,
     tokens: int,
     checkpointing: bool = False,
+    node_size: int | None = None,
     count: int = 20,
     seed: int = 0,
 ) -> Advice:
@@ -252,6 +260,7 @@ def advise(
         ranks: that share attention.
         tokens: of each rank in a micro-batch.
         checkpointing: see :func:`predict`.
+        node_size: what `options` were made with.
         count: the most micro-batches that are drawn.
 
     Raises:
@@ -287,8 +296,8 @@ def advise(
         sum(p.moves for p in found) / len(found),
         bool(pays),
         why,
-        _NODES if ranks > NODE else "",
-        {"distca": {"enabled": True}} if pays else {},
+        _NODES if ranks > NODE and options.topology is None else "",
+        {"distca": block_of(node_size)} if pays else {},
     )
 
 

@@ -251,6 +251,7 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=_positive_int, required=True, help="GPUs that share attention")
     parser.add_argument("--tokens-per-rank", type=_positive_int, required=True, help="of a micro-batch")
+    parser.add_argument("--node-size", type=_positive_int, help="GPUs of a node, of several (all are in one)")
     parser.add_argument("--column", help="of the documents (length where there is one, else input_ids)")
     parser.add_argument("--model", metavar="FILE", help="a model's config.json (Llama-3-8B's sizes)")
     parser.add_argument("--cost", metavar="FILE", help="of `ds_distca profile --save` (an H200's shipped one)")
@@ -275,10 +276,11 @@ def _advise(arguments: argparse.Namespace) -> int:
             read_lengths(Path(arguments.documents), arguments.column),
             model,
             choice.cost,
-            training_options(config),
+            training_options(config, arguments.ranks, arguments.node_size),
             ranks=arguments.ranks,
             tokens=arguments.tokens_per_rank,
             checkpointing=arguments.checkpointing,
+            node_size=arguments.node_size,
             count=arguments.micro_batches,
             seed=arguments.seed,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,13 +63,13 @@ class Model:
 
     Attributes:
         name: for people to read.
-        layers: of the decoder.
+        windows: how many layers there are with each window; None is full causal attention.
         heads: of each.
         layer_flops, output_flops: of a forward of a layer's linear work, and of the output layer, for a token.
     """
 
     name: str
-    layers: int
+    windows: dict[int | None, int]
     heads: Heads
     layer_flops: int
     output_flops: int
@@ -93,7 +94,17 @@ class Model:
         )
         vocabulary = int(given.get("vocab_size") or 0)
         name = f"{given.get('model_type', 'model')}, {given['num_hidden_layers']} layers of {sizes.hidden_size}"
-        return cls(name, given["num_hidden_layers"], heads, linear_flops(sizes), 2 * sizes.hidden_size * vocabulary)
+        return cls(name, _windows(given), heads, linear_flops(sizes), 2 * sizes.hidden_size * vocabulary)
+
+
+def _windows(config: Mapping[str, Any]) -> dict[int | None, int]:
+    """Layers by window, as transformers' configurations describe them."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if window is None or config.get("use_sliding_window") is False:
+        return {None: layers}
+    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    sliding = sum(kind == "sliding_attention" for kind in kinds)
+    return {kind: count for kind, count in ((None, layers - sliding), (int(window), sliding)) if count}
 
 
 @dataclass(frozen=True)
@@ -127,24 +138,25 @@ def predict(
     """
     plain = plugin = ideal = before = mean = 0.0
     moves = False
-    for phase in PHASES:
-        # Within a node rows travel by peer copies, which send results as soon as they are there.
-        early = options.nodes is None
-        worth = Worth(layout, None, phase, cost, options, early=early, layers=model.layers)
+    early = options.nodes is None  # peer copies, within a node, send results as soon as they are there
+    for phase, (window, layers) in product(PHASES, model.windows.items()):
+        worth = Worth(layout, window, phase, cost, options, early=early, layers=layers)
         _, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
         linear, even, host = worth.whole - worth.before, worth.least(), PLAIN_HOST[phase]
         again = checkpointing and phase == "forward"
         rest = linear * (OTHER + again * (1 + OTHER))  # of a layer, the same whoever computes attention
-        output = (1 + OTHER) * cost.linear_seconds(model.output_flops * int(layout.tokens.max()) * LINEAR_WORK[phase])
         layer = worth.whole
         if compiler.moves_rows:
             moves = True
             layer = max(worth.moved(worth.seconds(compiler), int(compiler.messages(phase).max())))
             plugin += SEARCH + SEARCH_SEGMENT * len(layout.segments)
-        plain += model.layers * max(worth.whole + rest + again * worth.before, host) + output
-        plugin += model.layers * max(layer + rest, host) + output
-        ideal += model.layers * max(linear + rest + (1 + again) * even, host) + output
-        before, mean = before + worth.before, mean + even
+        plain += layers * max(worth.whole + rest + again * worth.before, host)
+        plugin += layers * max(layer + rest, host)
+        ideal += layers * max(linear + rest + (1 + again) * even, host)
+        before, mean = before + layers * worth.before, mean + layers * even
+    passes = int(layout.tokens.max()) * sum(LINEAR_WORK.values())
+    output = (1 + OTHER) * cost.linear_seconds(model.output_flops * passes)
+    plain, plugin, ideal = (seconds + output for seconds in (plain, plugin, ideal))
     return Predicted(plain, plugin, ideal, before / mean if mean else 1.0, moves)
 
 
@@ -249,7 +261,6 @@ def advise(
     ranks: int,
     tokens: int,
     checkpointing: bool = False,
-    node_size: int | None = None,
     count: int = 20,
     seed: int = 0,
 ) -> Advice:
@@ -260,7 +271,6 @@ def advise(
         ranks: that share attention.
         tokens: of each rank in a micro-batch.
         checkpointing: see :func:`predict`.
-        node_size: what `options` were made with.
         count: the most micro-batches that are drawn.
 
     Raises:
@@ -285,6 +295,7 @@ def advise(
         why = f"leave it out: {gain}, there is little to gain"
     else:
         why = f"leave it out: {gain}, but moving rows costs as much; more than {tokens} tokens a rank may change that"
+    nodes = options.topology
     return Advice(
         _describe(lengths),
         len(found),
@@ -296,8 +307,8 @@ def advise(
         sum(p.moves for p in found) / len(found),
         bool(pays),
         why,
-        _NODES if ranks > NODE and options.topology is None else "",
-        {"distca": block_of(node_size)} if pays else {},
+        _NODES if ranks > NODE and nodes is None else "",
+        {"distca": block_of(None if nodes is None else nodes.nodes.count(0))} if pays else {},
     )
 
 

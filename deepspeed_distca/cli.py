@@ -280,7 +280,6 @@ def _advise(arguments: argparse.Namespace) -> int:
             ranks=arguments.ranks,
             tokens=arguments.tokens_per_rank,
             checkpointing=arguments.checkpointing,
-            node_size=arguments.node_size,
             count=arguments.micro_batches,
             seed=arguments.seed,
         )

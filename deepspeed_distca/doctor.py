@@ -178,7 +178,13 @@ def kernel_error(kernel: Kernel, heads: Heads, device: torch.device, dtype: torc
 
 def _memory(block: DistCAConfig, model: Model, tokens: int) -> Finding:
     gib = 2**30
-    kept = model.layers * tokens * model.heads.query * (model.heads.head_dim * model.heads.element_size + 4) / gib
+    kept = (
+        sum(model.windows.values())
+        * tokens
+        * model.heads.query
+        * (model.heads.head_dim * model.heads.element_size + 4)
+        / gib
+    )
     staging = block.advanced.staging_mib / 1024
     text = f"{staging:.1f} GiB a GPU for staging where peer copies are used"
     if block.keep_attention:

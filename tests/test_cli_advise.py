@@ -20,6 +20,7 @@ from deepspeed_distca.scheduler.worth import LINEAR_WORK, SEARCH, SEARCH_SEGMENT
 
 TOKENS = 65536
 MODEL = Model.of(LLAMA_3_8B)
+LAYERS = 32
 COST = CostModel.fitted(MODEL.heads)
 OPTIONS = training_options(LLAMA_3_8B)
 UNEVEN = [TOKENS, *[TOKENS // 16] * 16] * 6
@@ -76,15 +77,31 @@ def test_a_step_is_the_sum_of_its_parts(checkpointing: bool) -> None:
     plain = plugin = 0.0
     for phase in PHASES:
         times = LINEAR_WORK[phase] + (checkpointing and phase == "forward")
-        products = (MODEL.layers * MODEL.layer_flops * times + MODEL.output_flops * LINEAR_WORK[phase]) * TOKENS
+        products = (LAYERS * MODEL.layer_flops * times + MODEL.output_flops * LINEAR_WORK[phase]) * TOKENS
         work = (1 + OTHER) * COST.linear_seconds(products)
-        worth = Worth(layout, None, phase, COST, OPTIONS, early=True, layers=MODEL.layers)
+        worth = Worth(layout, None, phase, COST, OPTIONS, early=True, layers=LAYERS)
         _, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
         attention = float(worth.home.loads.max()) / 1e15
-        plain += work + MODEL.layers * attention * (1 + (checkpointing and phase == "forward"))
-        plugin += work + MODEL.layers * worth.seconds(compiler) + SEARCH + SEARCH_SEGMENT * 17
+        plain += work + LAYERS * attention * (1 + (checkpointing and phase == "forward"))
+        plugin += work + LAYERS * worth.seconds(compiler) + SEARCH + SEARCH_SEGMENT * 17
     assert (found.plain, found.plugin) == pytest.approx((plain, plugin), rel=1e-9)
     assert found.moves and found.balance == pytest.approx(1.86, abs=0.02)
+
+
+def test_windows_count() -> None:
+    sliding = {**LLAMA_3_8B, "sliding_window": 4096}
+    configs = {
+        "full": LLAMA_3_8B,
+        "off": {**sliding, "use_sliding_window": False},
+        "mixed": {**sliding, "layer_types": ["sliding_attention", "full_attention"] * 16},
+        "all": sliding,
+    }
+    models = {name: Model.of(config) for name, config in configs.items()}
+    assert [models[name].windows for name in configs] == [{None: 32}, {None: 32}, {None: 16, 4096: 16}, {4096: 32}]
+    layout = Layout.from_lengths([[TOKENS], [TOKENS // 16] * 16])
+    full, mixed, windowed = (predict(layout, models[name], COST, OPTIONS) for name in ("full", "mixed", "all"))
+    assert mixed.plain == pytest.approx((full.plain + windowed.plain) / 2)
+    assert full.plain > mixed.plain > windowed.plain and full.balance > mixed.balance > windowed.balance
 
 
 def test_perfect_balance_is_never_slower() -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from deepspeed_distca.config import parse_config
+from deepspeed_distca.data.lengths import read_json
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.plan_options import linear_flops, of_first_layer, plan_options
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
@@ -145,13 +146,11 @@ def predict(
         linear, even, host = worth.whole - worth.before, worth.least(), PLAIN_HOST[phase]
         again = checkpointing and phase == "forward"
         rest = linear * (OTHER + again * (1 + OTHER))  # of a layer, the same whoever computes attention
-        layer = worth.whole
         if compiler.moves_rows:
             moves = True
-            layer = max(worth.moved(worth.seconds(compiler), int(compiler.messages(phase).max())))
             plugin += SEARCH + SEARCH_SEGMENT * len(layout.segments)
         plain += layers * max(worth.whole + rest + again * worth.before, host)
-        plugin += layers * max(layer + rest, host)
+        plugin += layers * max(worth.takes(compiler) + rest, host)
         ideal += layers * max(linear + rest + (1 + again) * even, host)
         before, mean = before + layers * worth.before, mean + layers * even
     passes = int(layout.tokens.max()) * sum(LINEAR_WORK.values())
@@ -328,83 +327,13 @@ def _spread(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
     return median, low, high
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def read_lengths(path: Path, column: str | None = None) -> np.ndarray:
-    """Lengths of documents, int64 [n]; empty ones are left out.
-
-    Args:
-        path: a JSON list of lengths; JSON lines, a Parquet file or a folder of ``datasets.save_to_disk``, whose column
-            holds lengths, or lists of tokens.
-        column: "length" where there is one, else "input_ids".
-
-    Raises:
-        OSError, ValueError, TypeError: what cannot be read.
-    """
-    if path.is_dir() or path.suffix == ".parquet":
-        values = _read_dataset(path, column)
-    elif path.suffix == ".jsonl":
-        lines = path.read_text(encoding="utf-8").splitlines()
-        values = np.array([_length(line, column, n + 1) for n, line in enumerate(lines) if line.strip()])
-    else:
-        given = _json(path.read_text(encoding="utf-8"), str(path))
-        if not isinstance(given, list) or not all(type(n) is int for n in given):
-            raise ValueError(f"{path}: expected a JSON list of lengths, [812, 65536, ...]")
-        values = np.array(given)
-    if values.size and (values.dtype.kind not in "iu" or int(values.min()) < 0):
-        raise ValueError(f"{path}: lengths must be whole numbers from 0 on")
-    values = values.astype(np.int64)
-    if not values.any():
-        raise ValueError(f"{path}: no document has a token")
-    return values[values > 0]
-
-
 def read_config(path: Path) -> dict[str, Any]:
-    """A model's config.json.
+    """A JSON object: a model's config.json, or a DeepSpeed config.
 
     Raises:
         OSError, ValueError: it cannot be read.
     """
-    config = _json(path.read_text(encoding="utf-8-sig"), str(path))
+    config = read_json(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a model's config.json, got {type(config).__name__}")
+        raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
     return config
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: not valid JSON: {error}") from None
-
-
-def _length(text: str, column: str | None, line: int) -> int:
-    given = _json(text, f"line {line}")
-    if isinstance(given, dict):
-        key = column or ("length" if "length" in given else "input_ids")
-        if key not in given:
-            raise ValueError(f"line {line} has no {key!r}, but {sorted(given)[:8]}; name a column by --column")
-        given = given[key]
-    if isinstance(given, list):
-        return len(given)
-    if type(given) is not int:
-        raise ValueError(f"line {line}: expected a length or a list of tokens, got {type(given).__name__}")
-    return given
-
-
-def _read_dataset(path: Path, column: str | None) -> np.ndarray:
-    import datasets
-
-    from deepspeed_distca.data.sources import ArrowDocuments
-
-    data = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_parquet(str(path))
-    if isinstance(data, dict):
-        raise ValueError(f"{path} has the splits {sorted(data)}; give the folder of one of them")
-    column = column or ("length" if "length" in data.column_names else "input_ids")
-    if column not in data.column_names:
-        raise ValueError(f"{path} has the columns {data.column_names}, but no {column!r}; name one by --column")
-    if hasattr(data.features[column], "feature"):
-        lists = data.select_columns([column])
-        return ArrowDocuments(lists if column == "input_ids" else lists.rename_column(column, "input_ids")).lengths
-    return np.asarray(data.with_format("numpy")[column][:])

@@ -262,7 +262,8 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _advise(arguments: argparse.Namespace) -> int:
-    from deepspeed_distca.advise import LLAMA_3_8B, Model, advise, read_config, read_lengths, training_options
+    from deepspeed_distca.advise import LLAMA_3_8B, Model, advise, read_config, training_options
+    from deepspeed_distca.data.lengths import read_lengths
     from deepspeed_distca.scheduler.profiles import ProfileError, Setting, choose
 
     if arguments.ranks > _MAX_RANKS:

@@ -31,8 +31,8 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.routes import home_routes
 
-#: Of a kernel's results on a few documents, against the reference in fp32.
-_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
+#: Of a kernel's results on a few documents, against the reference in fp64: some times what rounding makes of them.
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 _LENGTHS = [300, 1, 129, 594]
 
 
@@ -178,13 +178,8 @@ def kernel_error(kernel: Kernel, heads: Heads, device: torch.device, dtype: torc
 
 def _memory(block: DistCAConfig, model: Model, tokens: int) -> Finding:
     gib = 2**30
-    kept = (
-        sum(model.windows.values())
-        * tokens
-        * model.heads.query
-        * (model.heads.head_dim * model.heads.element_size + 4)
-        / gib
-    )
+    layers, heads = sum(model.windows.values()), model.heads
+    kept = layers * tokens * heads.query * (heads.head_dim * heads.element_size + 4) / gib  # out, and lse in fp32
     staging = block.advanced.staging_mib / 1024
     text = f"{staging:.1f} GiB a GPU for staging where peer copies are used"
     if block.keep_attention:

@@ -40,19 +40,8 @@ def plan_options(
         weights,
         min_gain,
         linear_flops(model),
-        None if advanced.node_size is None else topology_of(servers, advanced.node_size),
+        None if advanced.node_size is None else Topology.of_size(advanced.node_size, servers),
     )
-
-
-def topology_of(servers: Sequence[int], node_size: int) -> Topology:
-    """The nodes of servers, which have so many consecutive ranks each.
-
-    Args:
-        servers: their ranks, ascending.
-    """
-    nodes = [rank // node_size for rank in servers]
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-    return Topology(tuple(numbers[node] for node in nodes))
 
 
 def weights_of_servers(given: Sequence[int] | None, ranks: int, servers: int, rank: int) -> tuple[int, ...] | None:

@@ -11,8 +11,9 @@ import datasets
 import numpy as np
 import pytest
 
-from deepspeed_distca.advise import LLAMA_3_8B, OTHER, Model, micro_batches, predict, read_lengths, training_options
+from deepspeed_distca.advise import LLAMA_3_8B, OTHER, Model, micro_batches, predict, training_options
 from deepspeed_distca.cli import main
+from deepspeed_distca.data.lengths import read_lengths
 from deepspeed_distca.layout import LENGTH, Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 from deepspeed_distca.scheduler.routes import RouteCompiler

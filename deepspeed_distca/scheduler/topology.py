@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,14 +34,17 @@ class Topology:
         integer("topology: latency", self.latency, 0, MAX_TERM)
 
     @classmethod
-    def of_size(cls, node_size: int, servers: int, **links: int) -> Topology:
-        """Nodes of so many servers in order; the last one may have fewer.
+    def of_size(cls, node_size: int, ranks: int | Sequence[int], **links: int) -> Topology:
+        """Servers on nodes of so many consecutive ranks.
 
         Args:
+            ranks: of the servers, ascending; a number: all ranks below it.
             links: ``bytes_per_second`` and ``latency``, where they are known.
         """
         integer("node_size", node_size, 1)
-        return cls(tuple(server // node_size for server in range(servers)), **links)
+        nodes = [rank // node_size for rank in (range(ranks) if isinstance(ranks, int) else ranks)]
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        return cls(tuple(numbers[node] for node in nodes), **links)
 
     @property
     def size(self) -> int:

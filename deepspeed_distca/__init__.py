@@ -23,7 +23,7 @@ if not _is_command():
     import_quietly()
 
     from deepspeed_distca.config import DistCAConfig, DistCAConfigError
-    from deepspeed_distca.data import AccumulationLoader, PackedSequenceCollator
+    from deepspeed_distca.data import AccumulationLoader, PackedSequenceCollator, pack_step
     from deepspeed_distca.engine_hooks import attach, install, uninstall
     from deepspeed_distca.engine_runtime import Runtime
     from deepspeed_distca.layout import Layout, LayoutError, Segment
@@ -41,5 +41,6 @@ __all__ = [
     "Segment",
     "attach",
     "install",
+    "pack_step",
     "uninstall",
 ]

@@ -106,7 +106,6 @@ def row(
     for turn in range(args.turns + 1):  # the first is not counted
         for kind in KINDS[:: -1 if turn % 2 else 1]:
             engine = engines["plugin" if kind == "plugin" else "plain"]
-            engine.set_train_batch_size(len(batches[kind]) * dist.get_world_size())
             seconds = one_step(engine, batches[kind], device)
             if turn:
                 taken[kind].append([s for (s,) in gather_floats([seconds], device)])
@@ -147,7 +146,8 @@ def one_step(engine: Any, batches: list[dict[str, Any]], device: torch.device) -
     """Seconds of an optimizer step. Collective."""
     meet(device)
     start = time.perf_counter()
-    for batch in batches:
+    for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+        engine.set_gradient_accumulation_boundary(left == 0)  # steps have different numbers of micro-batches
         loss = engine(**batch, use_cache=False).loss
         engine.backward(loss)
         engine.step()

@@ -59,6 +59,9 @@ NOT_RUN = {
     "pip install -e .": "scripts/setup.sh does it, before the tests",
     "deepspeed train.py": "needs GPUs",
     "deepspeed --module deepspeed_distca.cli profile": "as under torchrun; tests/test_launchers.py has --module",
+    "torchrun --nproc_per_node 8 -m deepspeed_distca.run -m llamafactory.launcher train.yaml": "needs LLaMA-Factory",
+    "accelerate launch -m deepspeed_distca.run -m axolotl.cli.train train.yml": "needs axolotl",
+    "swift sft --external_plugins plugin.py --deepspeed ds_config.json --packing true ...": "needs ms-swift",
     "ls -l ~/.cache/torch_extensions/*/deepspeed_shm_comm/lock": "looks at the user's cache",
     "rm ~/.cache/torch_extensions/*/deepspeed_shm_comm/lock": "changes the user's cache",
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,9 @@ DESCRIPTIONS = {
     "cu_seqlens": {"cu_seqlens": torch.tensor([0, 3, 4, 10], dtype=torch.int32)},
     "cu_seq_lens_q": {"cu_seq_lens_q": [0, 3, 4, 10]},
     "cu_seq_lens_k": {"cu_seq_lens_k": np.array([[0, 3, 4, 10, 10, 10]])},
+    "packed_seq_params": {
+        "packed_seq_params": SimpleNamespace(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 4, 10, 10]))
+    },
     "position_ids": {"position_ids": torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3, 4, 5]])},
     "attention_mask": {"attention_mask": torch.tensor([[1, 1, 1, 2, 3, 3, 3, 3, 3, 3]])},
     "seq_idx": {"seq_idx": torch.tensor([[4, 4, 4, 5, 6, 6, 6, 6, 6, 6]], dtype=torch.int32)},
@@ -34,10 +38,15 @@ MERGED = {
     "cu_seqlens": {"cu_seqlens": [0, 4, 10]},
     "cu_seq_lens_q": {"cu_seq_lens_q": [0, 4, 10]},
     "cu_seq_lens_k": {"cu_seq_lens_k": [0, 4, 10]},
+    "packed_seq_params": {"packed_seq_params": SimpleNamespace(cu_seqlens_q=None, cu_seqlens_kv=[0, 4, 10])},
     "position_ids": {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])},
     "attention_mask": {"attention_mask": torch.tensor([[2, 2, 2, 2, 3, 3, 3, 3, 3, 3]])},
     "seq_idx": {"seq_idx": torch.tensor([[4, 4, 4, 4, 6, 6, 6, 6, 6, 6]])},
 }
+
+
+def padded_params(lengths: list[int], spaces: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_q_padded=torch.tensor(spaces))
 
 
 def come_in(contract: Contract | None = None, **batch) -> Admitted:
@@ -74,6 +83,7 @@ def test_a_padding_mask_cuts_beside_every_description(name):
         "cu_seqlens": [0, 3, 4, 10],  # ends where padding begins
         "cu_seq_lens_q": [0, 3, 4, 12],  # the last document has the padding in it
         "cu_seq_lens_k": [0, 3, 4, 10, 12],
+        "packed_seq_params": SimpleNamespace(cu_seqlens_q=[0, 3, 4, 12]),
         "position_ids": torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 0, 0]]),
         "seq_idx": torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 2, 2]]),
     }
@@ -88,6 +98,28 @@ def test_a_padding_mask_cuts_beside_every_description(name):
         )
         assert admitted.lengths[0, :10].tolist() == [3, 3, 3, 1, 6, 6, 6, 6, 6, 6]
         assert admitted.arguments["attention_mask"].tolist() == mask.tolist()
+
+
+def test_padding_behind_every_document_is_told_by_padded_lengths():
+    """As Megatron stores documents for context parallelism: 3, 1 and 4 tokens in spaces of 4, 2 and 4."""
+    admitted = come_in(packed_seq_params=padded_params([0, 3, 4, 8], [0, 4, 6, 10]))
+    assert admitted.arguments["attention_mask"].tolist() == [[1, 1, 1, 0, 1, 0, 1, 1, 1, 1]]
+    assert lengths(admitted) == [4, 2, 4] and "packed_seq_params" not in admitted.arguments
+    assert admitted.arguments["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]]
+    assert admitted.micro_batch.targets == 2 + 3  # 1 and 2, then 7, 8 and 9
+    with pytest.raises(LayoutError, match="padding before token 6 of row 0, which by position_ids"):
+        come_in(packed_seq_params=padded_params([0, 3, 4, 8], [0, 4, 6, 10]), **DESCRIPTIONS["position_ids"])
+
+
+def test_of_four_axes_of_positions_the_first_is_the_texts():
+    text = DESCRIPTIONS["position_ids"]["position_ids"]
+    four = torch.stack([text, torch.zeros_like(text), torch.zeros_like(text), text])
+    admitted = come_in(position_ids=four)
+    assert lengths(admitted) == LENGTHS and admitted.arguments["position_ids"] is four
+    assert names_documents({"input_ids": IDS, "position_ids": four})
+    assert not names_documents({"input_ids": IDS, "position_ids": torch.arange(10).expand(4, 1, 10)})
+    with pytest.raises(LayoutError, match="cu_seqlens and position_ids contradict"):
+        come_in(position_ids=four, **MERGED["cu_seqlens"])
 
 
 def test_plain_and_padded_rows():
@@ -125,6 +157,12 @@ def test_plain_and_padded_rows():
         ({"position_ids": torch.arange(10.0)[None]}, "float32"),
         ({"position_ids": torch.zeros(1, 9, dtype=torch.long)}, "1 x 10"),
         ({"cu_seqlens": [0, 4]}, "ends at 4"),
+        ({"packed_seq_params": SimpleNamespace(qkv_format="sbhd", cu_seqlens_q=[0, 10])}, "sbhd.*thd"),
+        ({"packed_seq_params": SimpleNamespace(cu_seqlens=[0, 10])}, "neither cu_seqlens_q nor"),
+        ({"packed_seq_params": SimpleNamespace(cu_seqlens_q=[0, 10], local_cp_size=2)}, "context parallelism"),
+        ({"packed_seq_params": padded_params([0, 4, 9], [0, 3, 10])}, "none of them longer"),
+        ({"packed_seq_params": padded_params([0, 3, 9], [0, 3, 11])}, "within the batch's 10"),
+        ({"packed_seq_params": padded_params([0, 3, 9], [0, 10])}, "same number"),
         ({"cu_seqlens": [0, 4, 11]}, "ends at 11"),
         ({"cu_seqlens": [0, 6, 4, 10]}, "may not fall"),
         ({"cu_seqlens": [1, 10]}, "from 0"),

@@ -21,7 +21,8 @@ import torch
 
 from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
 from deepspeed_distca.huggingface.contract import Contract
-from deepspeed_distca.huggingface.front_door.claims import CUMULATIVE, documents_of, empty_layout
+from deepspeed_distca.huggingface.front_door import packed_params
+from deepspeed_distca.huggingface.front_door.claims import CUMULATIVE, TEXT_AXES, documents_of, empty_layout
 from deepspeed_distca.huggingface.front_door.targets import count_targets, read_step_targets, with_targets
 from deepspeed_distca.huggingface.front_door.values import (
     IGNORE_INDEX,
@@ -34,7 +35,7 @@ from deepspeed_distca.huggingface.front_door.values import (
 from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, Layout, LayoutError
 
 #: Keys of a collated batch that describe it and are not arguments of a model.
-DESCRIPTION = ("layout", "planned", "cu_seqlens", "max_seqlen", "num_targets", "step_targets")
+DESCRIPTION = ("layout", "planned", "cu_seqlens", "max_seqlen", packed_params.NAME, "num_targets", "step_targets")
 
 _EMPTY_VALUES = {
     "input_ids": 0,
@@ -138,11 +139,13 @@ def admit(
 def names_documents(given: Mapping[str, Any]) -> bool:
     """Whether a batch tells several documents of a row apart, other than by padding: for evaluation, where any other
     batch goes the model's own way. Position ids and masks on a device are read, which waits for it."""
-    if any(given.get(key) is not None for key in ("layout", "seq_idx", *CUMULATIVE)):
+    if any(given.get(key) is not None for key in ("layout", "seq_idx", packed_params.NAME, *CUMULATIVE)):
         return True
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if torch.is_tensor(mask) and mask.ndim == 2 and mask.dtype != torch.bool and mask.numel() and int(mask.max()) > 1:
         return True
+    if torch.is_tensor(positions) and positions.ndim == 3 and len(positions) == TEXT_AXES:
+        positions = positions[0]
     if not torch.is_tensor(positions) or positions.ndim != 2 or positions.shape[1] < 2:
         return False
     begins = positions[:, 1:] == 0

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from deepspeed_distca.huggingface.front_door import packed_params
 from deepspeed_distca.huggingface.front_door.values import integers, like_tokens, on_host
 from deepspeed_distca.layout import RANK, START, Layout, LayoutError
 
-CUMULATIVE = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
-_DESCRIPTIONS = (*CUMULATIVE, "attention_mask", "seq_idx", "position_ids")
+CUMULATIVE = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", *packed_params.LENGTHS)
+#: Axes of multi-modal position ids of which the first is the text's, as transformers reads them.
+TEXT_AXES = 4
+_DESCRIPTIONS = (*CUMULATIVE, *packed_params.SPACES, "attention_mask", "seq_idx", "position_ids")
 
 
 class _Claim(NamedTuple):
@@ -31,6 +34,7 @@ def documents_of(
     layout = given.get("layout")
     if layout is not None:
         check_layout(layout, rows * tokens, rows, tokens, place)
+    given = {**given, **packed_params.fields(given.get(packed_params.NAME))}
     # On the host everything is compared. Of what is on a device nothing is read where the host knows the documents.
     descriptions = {key: given[key] for key in _DESCRIPTIONS if given.get(key) is not None}
     at_hand = {key: value for key, value in descriptions.items() if on_host(value)}
@@ -41,12 +45,17 @@ def documents_of(
         return layout.filled(), np.ones(tokens, dtype=bool), _with_mask(arguments, None, rows, tokens)
     mask = _mask(said.get("attention_mask"), rows, tokens)
     real = np.ones(rows * tokens, dtype=bool) if mask is None else mask != 0
+    stored = {}
+    for key, space in zip(packed_params.LENGTHS, packed_params.SPACES, strict=True):
+        if said.get(space) is not None:
+            stored[key], padding = packed_params.stored(key, said.get(key), said[space], rows * tokens)
+            real &= ~padding
     claims = []
     if layout is not None:
         claims.append(_Claim("layout", _begins_of_layout(layout, rows, tokens, place)))
     for key in CUMULATIVE:
         if said.get(key) is not None:
-            claims.append(_Claim(key, _begins_of_cumulative(key, said[key], rows, tokens, real)))
+            claims.append(_Claim(key, _begins_of_cumulative(key, stored.get(key, said[key]), rows, tokens, real)))
     if mask is not None and mask.max() > 1:
         claims.append(_Claim("attention_mask", _begins_of_numbers("attention_mask", mask, rows, tokens, real)))
     if said.get("seq_idx") is not None:
@@ -64,7 +73,8 @@ def documents_of(
         layout = Layout.from_cu_seqlens(np.append(np.flatnonzero(begins), rows * tokens))
     if positions is not None:
         _check_positions(positions, layout, place, real, tokens)
-    return layout.filled(), real, _with_mask(arguments, real if "attention_mask" in said else None, rows, tokens)
+    read = "attention_mask" in said or stored
+    return layout.filled(), real, _with_mask(arguments, real if read else None, rows, tokens)
 
 
 def _agreed(claims: list[_Claim], real: np.ndarray, rows: int, tokens: int, layout: Layout | None) -> np.ndarray:
@@ -88,7 +98,7 @@ def _agreed(claims: list[_Claim], real: np.ndarray, rows: int, tokens: int, layo
         if not claim.begins[runs[later]].all():
             bad = int(runs[later][~claim.begins[runs[later]]][0])
             raise LayoutError(
-                f"attention_mask has padding before token {bad % tokens} of row {bad // tokens}, which by "
+                f"there is padding before token {bad % tokens} of row {bad // tokens}, which by "
                 f"{claim.name} goes on with a document; padding may stand before and behind documents, not inside"
             )
     if layout is not None:
@@ -234,12 +244,15 @@ def _positions(given: Any, rows: int, tokens: int, described: bool) -> np.ndarra
     description of the documents."""
     if given is None:
         return None
+    if np.shape(given)[:1] == (TEXT_AXES,) and len(np.shape(given)) == 3:
+        given = given[0]
     if len(np.shape(given)) > 2:
         if described:
             return None
         raise LayoutError(
             f"position_ids of shape {list(np.shape(given))} (multi-axis) do not say where documents begin; give "
-            "[batch, tokens] position ids, a layout or cu_seqlens"
+            f"[batch, tokens] position ids, or [{TEXT_AXES}, batch, tokens] with the text's first, a layout or "
+            "cu_seqlens"
         )
     values = integers("position_ids", given)
     if values.shape in ((tokens,), (1, tokens)):
@@ -271,13 +284,14 @@ def _check_positions(
 
 def _with_mask(arguments: dict[str, Any], real: np.ndarray | None, rows: int, tokens: int) -> dict[str, Any]:
     """The mask for whatever else reads it (router losses): 1 on real tokens; none where all are, or none is. `real` is
-    None where it was not read."""
+    None where nothing that tells of padding was read."""
     mask = arguments.get("attention_mask")
-    if mask is None:
+    if mask is None and (real is None or real.all()):
         return arguments
     if real is None:
         return {**arguments, "attention_mask": (mask != 0).long()}
     if real.all() or not real.any():
         return {**arguments, "attention_mask": None}
-    device = mask.device if torch.is_tensor(mask) else None
+    like = next(t for t in (mask, arguments.get("input_ids"), arguments.get("inputs_embeds")) if t is not None)
+    device = like.device if torch.is_tensor(like) else None
     return {**arguments, "attention_mask": torch.from_numpy(real).view(rows, tokens).long().to(device)}

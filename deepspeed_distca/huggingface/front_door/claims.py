@@ -286,10 +286,8 @@ def _with_mask(arguments: dict[str, Any], real: np.ndarray | None, rows: int, to
     """The mask for whatever else reads it (router losses): 1 on real tokens; none where all are, or none is. `real` is
     None where nothing that tells of padding was read."""
     mask = arguments.get("attention_mask")
-    if mask is None and (real is None or real.all()):
-        return arguments
-    if real is None:
-        return {**arguments, "attention_mask": (mask != 0).long()}
+    if real is None or (mask is None and real.all()):
+        return arguments if mask is None else {**arguments, "attention_mask": (mask != 0).long()}
     if real.all() or not real.any():
         return {**arguments, "attention_mask": None}
     like = next(t for t in (mask, arguments.get("input_ids"), arguments.get("inputs_embeds")) if t is not None)

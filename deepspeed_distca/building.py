@@ -32,12 +32,14 @@ class Sharing:
             servers.
         server: this rank's place among its servers.
         replicas: over how many ranks the engine averages gradients.
+        shards: consecutive ranks that hold one replica of the model among them (tensor parallelism).
     """
 
     groups: list[list[int]]
     agreeing: list[list[int]]
     server: int
     replicas: int
+    shards: int = 1
 
     @property
     def servers(self) -> int:
@@ -108,7 +110,7 @@ def build_server(
     )
     print_of_all = fingerprint(*common)
     server = AttentionServer(
-        agreement=Agreement(agreeing, sharing.servers, print_of_all, watch),
+        agreement=Agreement(agreeing, sharing.servers, print_of_all, watch, sharing.shards),
         exchange=moves,
         server=sharing.server,
         cost=cost,

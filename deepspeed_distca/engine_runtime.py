@@ -6,7 +6,10 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -106,9 +109,9 @@ class Runtime:
         decoder = find_decoder(engine.module)
         modules = attention_modules(decoder)
         windows = attention_windows(modules)
-        heads = heads_of(decoder.config.get_text_config(), next(decoder.parameters()).dtype)
-        dtype = attention_dtype(engine)
         ranks = sorted(dist.get_process_group_ranks(engine.data_parallel_group))
+        heads = heads_of(decoder.config.get_text_config(), next(decoder.parameters()).dtype, _shards(ranks))
+        dtype = attention_dtype(engine)
         if len(ranks) % (config.servers or 1):
             raise DistCAConfigError(
                 f"`{BLOCK}.servers` was given {config.servers}; allowed: a divisor of the {len(ranks)} data-parallel "
@@ -133,17 +136,27 @@ class Runtime:
         watch, choice = self._watch, said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
         rank_groups = [list(ranks) for ranks in sorted({tuple(hello.own["ranks"]) for hello in meeting.hellos})]
         mine = next(g for g in rank_groups if dist.get_rank() in g)
+        self._shards = _shards(mine)
+        if rank_groups != [list(range(s, dist.get_world_size(), self._shards)) for s in range(self._shards)]:
+            raise DistCAConfigError(
+                f"the data-parallel groups of the engine's mpu are {rank_groups}; allowed: groups of equal size whose "
+                f"ranks are {self._shards} apart, as DeepSpeed's tensor parallelism makes them"
+            )
         servers = config.servers or len(mine)
         server_groups = [g[i : i + servers] for g in rank_groups for i in range(0, len(g), servers)]
         self.place = mine.index(dist.get_rank()) % servers, servers
         weights = weights_of_servers(config.advanced.server_weights, len(mine), servers, mine.index(dist.get_rank()))
         own_servers = next(group for group in server_groups if dist.get_rank() in group)
-        options = plan_options(config, engine.device, decoder.config.get_text_config(), weights, own_servers)
+        options = plan_options(
+            config, engine.device, decoder.config.get_text_config(), weights, own_servers, self._shards
+        )
         nano_batches = _nano_batches(config, servers, len(mine))
         built = build_server(
             engine,
             config,
-            Sharing(server_groups, rank_groups, self.place[0], len(mine)),
+            Sharing(
+                server_groups, [list(range(dist.get_world_size()))], self.place[0], len(mine), shards=self._shards
+            ),
             watch,
             cost=choice.cost,
             options=options,
@@ -161,7 +174,7 @@ class Runtime:
             nano_batches=nano_batches,
         )
         self.server, self._everyone, self._groups = built.server, built.everyone, built.groups
-        with self._everyone.all_or_none("use its model"):
+        with self._everyone.all_or_none("use its model"), _first_check_kept(engine):
             contract = find_contract(
                 engine.module,
                 decoder,
@@ -228,6 +241,14 @@ class Runtime:
         request = self.server.request(given, device)
         if isinstance(given, Exception):
             request.result()  # raises: the model could not run on such an input anyway
+        elif self._shards > 1:
+            # Shards may need each other before the first layer's attention (embeddings), where whoever learns of
+            # another rank's error only then is waited for.
+            try:
+                request.result()
+            except Exception as error:
+                self._watch.failed(error)
+                raise
         return request
 
     def plan_alone(self, layout: Layout) -> StepPlan:
@@ -291,11 +312,34 @@ def _describe_windows(windows: list[int | None]) -> str:
     return f" ({sum(bool(w) for w in windows)} with windows of {', '.join(map(str, sizes))} keys)"
 
 
-def heads_of(config: Any, dtype: torch.dtype) -> Heads:
-    """The attention heads that a HuggingFace decoder's configuration describes.
+@contextmanager
+def _first_check_kept(engine: DeepSpeedEngine) -> Iterator[None]:
+    """DeepSpeed compares the arguments of tensor-parallel ranks in their first forward, and then no longer: tiny
+    forwards are not to be that one."""
+    check = getattr(engine, "first_dataloader_check", None)
+    if check is not None:
+        engine.first_dataloader_check = SimpleNamespace(remove=lambda: None)
+    try:
+        yield
+    finally:
+        if check is not None:
+            engine.first_dataloader_check = check
+
+
+def _shards(data_parallel: list[int]) -> int:
+    """Ranks that hold one replica of the model among them, by one of the data-parallel groups."""
+    return dist.get_world_size() // len(data_parallel)
+
+
+def heads_of(config: Any, dtype: torch.dtype, shards: int = 1) -> Heads:
+    """The attention heads of a rank, as a HuggingFace decoder's configuration describes them.
+
+    Args:
+        shards: ranks among which they are divided (tensor parallelism). Those of the rank with the most: the same on
+            all of them, so that they make the same plans.
 
     Raises:
-        UnsupportedModelError: it does not.
+        UnsupportedModelError: it does not, or there are fewer than ranks.
     """
     config = of_first_layer(config)
     query = getattr(config, "num_attention_heads", None)
@@ -308,9 +352,17 @@ def heads_of(config: Any, dtype: torch.dtype) -> Heads:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // query
     if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention: every head has its own keys
         key_value, head_dim = query, config.qk_nope_head_dim + config.qk_rope_head_dim
+    key_value = key_value or query
+    if key_value < shards:
+        raise UnsupportedModelError(
+            f"{shards} tensor-parallel ranks share {key_value} key/value heads, so that some have none and no part in "
+            f"attention; choose a `tensor_parallel.autotp_size` of at most {key_value}, or set `distca.enabled` to "
+            "false"
+        )
+    most = -(-key_value // shards)
     return Heads(
-        query=query,
-        key_value=key_value or query,
+        query=query * most // key_value,
+        key_value=most,
         head_dim=head_dim,
         value_dim=getattr(config, "v_head_dim", None),
         element_size=dtype.itemsize,

@@ -21,6 +21,7 @@ def plan_options(
     model: Any,
     weights: tuple[int, ...] | None = None,
     servers: Sequence[int] = (),
+    shards: int = 1,
 ) -> PlanOptions:
     """Options of planning, the same on every rank but for the weights and the topology.
 
@@ -28,6 +29,7 @@ def plan_options(
         model: the decoder's HuggingFace configuration.
         weights: of this rank's servers.
         servers: their ranks, by which nodes are known.
+        shards: ranks among which a layer's linear work is divided (tensor parallelism).
     """
     advanced = config.advanced
     min_gain = advanced.min_gain
@@ -39,7 +41,7 @@ def plan_options(
         advanced.max_received_rows,
         weights,
         min_gain,
-        linear_flops(model),
+        linear_flops(model) // shards,
         None if advanced.node_size is None else Topology.of_size(advanced.node_size, servers),
     )
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -52,12 +52,13 @@ class PlannedAhead:
     Attributes:
         by: all that the plan depends on beside the layout.
         layout: of all servers.
-        phases: in the order of :meth:`MicroBatchPlanner.phases`.
+        phases: in the order of :meth:`MicroBatchPlanner.phases`; they follow from the rest. DeepSpeed's tensor
+            parallelism compares what ranks give a model, and arrays are no truth values.
     """
 
     by: tuple[object, ...]
     layout: Layout
-    phases: list[PlannedPhase]
+    phases: list[PlannedPhase] = field(compare=False)
 
 
 class _Home:

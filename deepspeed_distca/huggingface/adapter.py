@@ -14,6 +14,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -140,6 +141,7 @@ class DecoderHooks:
         parameters = self._signature.parameters
         self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._running: _Forward | None = None
+        self._entered = False  # whether the hook before a forward was called
         self._checked = False
         self._compared = 0  # micro-batches whose tokens were compared over the ranks
         self._said: set[str] = set()
@@ -174,6 +176,7 @@ class DecoderHooks:
     def _before(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if model is not self._model:
             return None  # a copy, which brought this hook along: not the engine's
+        self._entered = True
         self._end()  # of a forward that failed where its hook was not called
         kwargs = {**self._bind(args), **kwargs}
         training = model.training and torch.is_grad_enabled()
@@ -269,13 +272,18 @@ class DecoderHooks:
         """Called after every forward, with None for an output when it failed."""
         if model is not self._model:
             return None
+        entered, self._entered = self._entered, False
         running = self._end()
+        if output is None and not entered and model.training and torch.is_grad_enabled():
+            # A hook before ours has refused the arguments, as DeepSpeed's does where tensor-parallel ranks have
+            # different ones: the other ranks are told in the place of this rank's micro-batch.
+            with suppress(Exception):  # the very error is raised anyway
+                self._planner.request(_current_error(), next(model.parameters()).device)
         if running is None:
             return None
         if output is None:
-            error = sys.exc_info()[1]
             if running.training:
-                self._planner.failed(error if error is not None else RuntimeError("its forward did not end"))
+                self._planner.failed(_current_error())
             return None
         if running.watched is not None:
             try:
@@ -323,6 +331,12 @@ class DecoderHooks:
                 f"attention_mask {shape}: only a padding mask [batch, tokens] is supported; describe packed documents "
                 "by position_ids or a layout instead"
             )
+
+
+def _current_error() -> Exception:
+    """For which a forward ends."""
+    error = sys.exc_info()[1]
+    return error if isinstance(error, Exception) else RuntimeError("its forward did not end")
 
 
 def _limits(model: PreTrainedModel) -> Limits:

@@ -29,6 +29,14 @@ from deepspeed_distca.layout import Layout
 logger = logging.getLogger(__name__)
 
 _NONE = np.zeros(0, dtype=np.int64)
+#: What is the same on all ranks of a replica, by its name in messages.
+_OF_REPLICA = {
+    "layout_ranks": "documents",
+    "layout_digest": "documents",
+    "targets": "targets",
+    "step_targets": "targets of the step",
+    "tokens_digest": "tokens",
+}
 
 
 class Agreement:
@@ -36,15 +44,23 @@ class Agreement:
 
     Args:
         group: a process group for CPU tensors (gloo), or None for a single process.
-        servers: consecutive ranks of the group that share their work.
+        servers: consecutive replicas of the model that share their work.
         fingerprint: of everything else a plan depends on (options, cost model, heads); must be the same on all ranks.
         watch: tells when another rank will not come.
+        shards: consecutive ranks of the group that hold one replica among them (tensor parallelism): they have the
+            same micro-batch and the same plan.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, servers: int, fingerprint: int, watch: Watch | None = None
+        self,
+        group: dist.ProcessGroup | None,
+        servers: int,
+        fingerprint: int,
+        watch: Watch | None = None,
+        shards: int = 1,
     ) -> None:
         self._messenger, self._servers, self._fingerprint = Messenger(group, watch), servers, fingerprint
+        self._shards = shards
         self._compared = False  # whether ranks have been told that all of them have the same tokens
         self._asked = True  # for what the last gathering gave
 
@@ -78,8 +94,10 @@ class Agreement:
             mine = self._messenger.without_errors(firsts, micro_batch, "use its micro-batch")
             self._check_left(firsts)
             self._check_fingerprint(firsts)
+            self._check_shards(firsts)
             self._check_layouts(firsts)
             layout = self._layout(firsts, mine.layout, lengths)
+            firsts = firsts[:: self._shards]  # one of each replica
             self._compare_tokens(firsts["tokens_digest"])
             steps = firsts["step_targets"].tolist()
             return GlobalMicroBatch(layout, sum(firsts["targets"].tolist()), None if min(steps) < 0 else sum(steps))
@@ -103,7 +121,7 @@ class Agreement:
             targets=micro_batch.targets,
             step_targets=-1 if step is None else step,
             fingerprint=self._fingerprint,
-            layout_digest=fingerprint(layout.segments) if layout.num_ranks > 1 else 0,
+            layout_digest=fingerprint(layout.segments) if layout.num_ranks > 1 or self._shards > 1 else 0,
             tokens_digest=micro_batch.tokens_digest,
         )
 
@@ -122,8 +140,9 @@ class Agreement:
         """Of this rank's group; see :meth:`gather`."""
         if self._servers == 1 or own.num_ranks > 1:
             return own
-        begin = self._messenger.rank // self._servers * self._servers
-        return Layout.from_lengths(self._messenger.all_values(firsts, lengths)[begin : begin + self._servers])
+        ranks = self._servers * self._shards
+        begin = self._messenger.rank // ranks * ranks
+        return Layout.from_lengths(self._messenger.all_values(firsts, lengths)[begin : begin + ranks : self._shards])
 
     def _compare_tokens(self, digests: np.ndarray) -> None:
         if self._compared or len(digests) == 1 or not digests[0] or (digests != digests[0]).any():
@@ -172,21 +191,22 @@ class Agreement:
     def same(self, digest: int, what: str) -> None:
         """Collective. Raises AgreementError on every rank unless all servers of each group have the same digest."""
         digests = self._messenger.send_values(Kind.DIGEST, np.array([digest], dtype=np.int64))[:, 0]
-        if self._differ_in_groups(digests):
+        if self._differ(digests, self._servers * self._shards):
             table = ", ".join(f"rank {r}: {d:016x}" for r, d in zip(self._messenger.ranks, digests, strict=True))
             raise AgreementError(
                 f"the ranks disagree on {what} ({table}); do all of them run the same versions of Python, NumPy and "
                 "deepspeed_distca with the same `distca` block?"
             )
 
-    def _differ_in_groups(self, values: np.ndarray) -> bool:
-        """Whether some servers that share their work have different ones.
+    @staticmethod
+    def _differ(values: np.ndarray, ranks: int) -> bool:
+        """Whether there are different ones among some consecutive ranks.
 
         Args:
-            values: int64 [ranks].
+            values: int64 [ranks of the group].
         """
-        of_group = values.reshape(-1, self._servers)
-        return bool((of_group != of_group[:, :1]).any())
+        together = values.reshape(-1, ranks)
+        return bool((together != together[:, :1]).any())
 
     def _check_left(self, firsts: np.ndarray) -> None:
         left = firsts["left"]
@@ -205,6 +225,18 @@ class Agreement:
                 f"model than rank {self._messenger.ranks[0]}; all must be the same"
             )
 
+    def _check_shards(self, firsts: np.ndarray) -> None:
+        for name, words in _OF_REPLICA.items():
+            if self._differ(firsts[name], self._shards):
+                of_replica = firsts[name].reshape(-1, self._shards)
+                first = int((of_replica != of_replica[:, :1]).any(axis=1).argmax()) * self._shards
+                raise AgreementError(
+                    f"ranks {self._messenger.ranks[first : first + self._shards]} hold one replica of the model among "
+                    f"them (tensor parallelism), but were given different {words}; they need the very same "
+                    "micro-batch. Samplers and loaders take the data-parallel rank, "
+                    "dist.get_rank(engine.data_parallel_group), and the number of these ranks"
+                )
+
     def _check_layouts(self, firsts: np.ndarray) -> None:
         kinds = firsts["layout_ranks"]
         if (kinds != kinds[0]).any():
@@ -215,7 +247,7 @@ class Agreement:
         if kinds[0] > 1:
             if kinds[0] != self._servers:
                 raise AgreementError(f"the layout has {kinds[0]} ranks, but {self._servers} servers share attention")
-            if self._differ_in_groups(firsts["layout_digest"]):
+            if self._differ(firsts["layout_digest"], self._servers * self._shards):
                 raise AgreementError("the servers were given different layouts for one micro-batch")
 
 

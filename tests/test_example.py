@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example as a newcomer runs it: the `deepspeed` launcher, two CPU ranks, a few steps of a very small model."""
+"""The example as a newcomer runs it: the `deepspeed` launcher, CPU ranks, a few steps of a very small model."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Step(NamedTuple):
     balance_after: float
 
 
-def launch(output: Path, *arguments: object, zero: int = 1) -> tuple[dict[int, Step], str]:
-    """Runs train.py over two ranks; the steps it reported and everything it printed."""
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_accelerators", "2"]
-    config = ROOT / "configs" / "ds_config" / f"zero{zero}.json"
-    command = [*launcher, "--master_port", free_port(), TRAIN, "--deepspeed_config", config]
+def launch(output: Path, *arguments: object, config: str = "zero1", ranks: int = 2) -> tuple[dict[int, Step], str]:
+    """Runs train.py; the steps it reported and everything it printed."""
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_accelerators", ranks]
+    path = ROOT / "configs" / "ds_config" / f"{config}.json"
+    command = [*launcher, "--master_port", free_port(), TRAIN, "--deepspeed_config", path]
     done = run_program([*command, *SMALL, "--output-dir", output, *arguments], output)
     printed = done.stdout
     assert done.returncode == 0, printed[-6000:]
@@ -63,18 +63,30 @@ def test_loss_falls_and_attention_is_balanced(tmp_path):
     assert uneven and all(step.balance_after < 1.05 for step in uneven), printed[-4000:]
 
 
+def test_tensor_parallel_ranks_train_as_one(tmp_path):
+    """Two replicas of two ranks each have the losses, and the balance, of two ranks."""
+    arguments = ["--tokens-per-rank", 2048, "--documents", 80, "--steps", 4]
+    one, _ = launch(tmp_path, *arguments)
+    shared, printed = launch(tmp_path, *arguments, config="tensor_parallel", ranks=4)
+    assert "(2/1 heads" in printed  # of 4/2
+    assert len(shared) == 4 and any(step.balance_before > 1.1 for step in shared.values())
+    for number, step in shared.items():
+        assert float(step.loss) == pytest.approx(float(one[number].loss), abs=2e-4)
+        assert (step.balance_before, step.balance_after) == (one[number].balance_before, one[number].balance_after)
+
+
 @pytest.mark.parametrize(
-    ("zero", "arguments"),
+    ("config", "arguments"),
     [
-        (1, ["--bf16"]),
-        (3, ["--gradient-checkpointing", "non-reentrant"]),
+        ("zero1", ["--bf16"]),
+        ("zero3", ["--gradient-checkpointing", "non-reentrant"]),
     ],
 )
-def test_save_and_resume_give_the_same_losses(tmp_path, zero, arguments):
+def test_save_and_resume_give_the_same_losses(tmp_path, config, arguments):
     arguments = [*arguments, "--gradient-accumulation-steps", 2, "--steps", 5]
-    whole, _ = launch(tmp_path, *arguments, "--save-every", 3, zero=zero)
+    whole, _ = launch(tmp_path, *arguments, "--save-every", 3, config=config)
     assert (tmp_path / "latest").read_text() == "step3"
-    resumed, printed = launch(tmp_path, *arguments, "--resume", zero=zero)
+    resumed, printed = launch(tmp_path, *arguments, "--resume", config=config)
     assert list(resumed) == [4, 5], printed[-4000:]
     assert [step.loss for step in resumed.values()] == [whole[n].loss for n in (4, 5)]
     assert [step.balance_before for step in resumed.values()] == [whole[n].balance_before for n in (4, 5)]
@@ -100,6 +112,6 @@ def test_a_pretrained_model_and_texts_of_ones_own(tmp_path):
     model.bfloat16().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     arguments = ["--model", tmp_path / "model", "--text-dir", texts, "--steps", 4, "--bf16"]
-    steps, printed = launch(tmp_path, *arguments, zero=3)
+    steps, printed = launch(tmp_path, *arguments, config="zero3")
     assert list(steps) == [1, 2, 3, 4] and "12 documents" in printed
     assert float(steps[4].loss) < float(steps[1].loss)

@@ -62,7 +62,6 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     start_processes()
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     config = load_config(args)
@@ -76,7 +75,7 @@ def main() -> None:
         [len(ids) for ids in documents], args.tokens_per_rank, overflow=args.overflow, seed=args.seed
     )
     rows = PackedRows(documents, packing)
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(
             f"{len(documents)} documents, {sum(map(len, documents))} tokens, the longest {max(map(len, documents))}; "
             f"{len(rows)} rows, {packing.fill:.1%} full; {packing.split_documents} documents split, "
@@ -86,6 +85,9 @@ def main() -> None:
 
     model = make_model(args, config, len(tokenizer))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    # Ranks that hold one model among them (`tensor_parallel` in the config) read the same rows.
+    replicas = engine.data_parallel_group
+    rank, num_ranks = dist.get_rank(replicas), dist.get_world_size(replicas)
 
     first_step, rows_read = load_checkpoint(engine, args) if args.resume else (0, 0)
     sampler = RowSampler(
@@ -189,8 +191,8 @@ def to_device(batch: dict, device: torch.device) -> dict:
 def report(engine, step: int, steps: int, loss: torch.Tensor, tokens: int, started: float) -> None:
     """One line on rank 0. The mean of the loss over ranks and micro-batches is the mean over all target tokens."""
     totals = torch.stack([loss, torch.tensor(float(tokens), device=loss.device)])
-    dist.all_reduce(totals)
-    loss, tokens = totals[0].item() / dist.get_world_size(), totals[1].item()
+    dist.all_reduce(totals, group=engine.data_parallel_group)
+    loss, tokens = totals[0].item() / dist.get_world_size(engine.data_parallel_group), totals[1].item()
     rate = tokens / (time.perf_counter() - started)
     line = f"step {step}/{steps} loss {loss:.4f} tokens/s {rate:.0f}"
     distca = getattr(engine, "distca", None)

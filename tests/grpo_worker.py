@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on every rank of tests/test_example_grpo.py: an update from packed rollouts against the rollouts one by one."""
+"""Runs on every rank of tests/test_example_grpo.py: an update from packed sequences against these one by one."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from unittest import mock
 
 import deepspeed
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca import pack_step
-from tests.distributed.engine_worker import ds_config, full_gradients, tiny_llama
+from deepspeed_distca import AccumulationLoader, PackedSequenceCollator, pack_step
+from deepspeed_distca.data.pack_step import Step
+from tests.distributed.engine_worker import ds_config, full_gradients, reference, tiny_llama
 from tests.distributed.harness import ROOT
 from tests.tiny_llama import VOCABULARY
 
@@ -58,9 +60,32 @@ def gradients(lengths: list[int], cap: int, zero: int, loss: str) -> dict[str, o
         for row in mine
     ]
     engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(zero, 1, DISTCA))
+    before = [torch.cat([torch.zeros(0), *(old[i] for i in row)]) for row in mine]
+    return report(engine, packed, expected, lambda: train_grpo.update(engine, batches, before))
+
+
+def models_own_loss(lengths: list[int], cap: int, zero: int) -> dict[str, object]:
+    """The same with the loss of the model: the mean over all targets of the step."""
+    deepspeed.init_distributed("gloo")
+    ids = [r.prompt + r.answer for r in rollouts_of(lengths)]
+    _, expected = reference(tiny_llama(), [dict(enumerate(ids))])
+    packed = pack_step(lengths, cap, dist.get_world_size())
+    mine = [PackedSequenceCollator()([{"input_ids": ids[i]} for i in batch[dist.get_rank()]]) for batch in packed]
+    engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(zero, 1, DISTCA))
+
+    def update() -> None:
+        for number, batch in enumerate(AccumulationLoader(mine, len(packed))):
+            engine.set_gradient_accumulation_boundary(number == len(packed) - 1)
+            engine.backward(engine(**batch, use_cache=False).loss)
+            engine.step()
+
+    return report(engine, packed, expected, update)
+
+
+def report(engine, packed: Step, expected: dict[str, torch.Tensor], update: Callable[[], None]) -> dict[str, object]:
+    """What an update of one step has for gradients just before the optimizer's step."""
     found: list[dict[str, torch.Tensor]] = []
-    moved = 0
-    step = engine.step
+    moved, step = 0, engine.step
 
     def looked_at() -> None:
         nonlocal moved
@@ -70,9 +95,9 @@ def gradients(lengths: list[int], cap: int, zero: int, loss: str) -> dict[str, o
         step()
 
     with mock.patch.object(engine, "step", looked_at):
-        train_grpo.update(engine, batches, [torch.cat([torch.zeros(0), *(old[i] for i in row)]) for row in mine])
+        update()
     (got,) = found
     assert engine.global_steps == 1
-    errors = [float((got[n] - e).norm() / e.norm()) for n, e in expected.items()]
+    errors = [float((got[name] - e).norm() / e.norm()) for name, e in expected.items()]
     engine.destroy()
     return {"micro_batches": packed, "moved": moved, "error": max(errors)}

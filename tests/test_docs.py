@@ -31,6 +31,7 @@ RUN = {
         "tests/test_launchers.py",
         "train_trainer.py",
     ),
+    "deepspeed --num_accelerators 2 examples/hf_llama/train_grpo.py": ("tests/test_example_grpo.py", "train_grpo.py"),
     "accelerate launch --config_file configs/accelerate/deepspeed.yaml examples/hf_llama/train_accelerate.py": (
         "tests/test_launchers.py",
         "train_accelerate.py",

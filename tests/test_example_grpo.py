@@ -56,6 +56,15 @@ def test_the_gradient_is_that_of_rollouts_one_by_one(lengths, zero, loss):
     assert all(report["error"] < 1e-5 for report in reports), reports
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_so_it_is_with_the_models_own_loss(zero):
+    """As docs/data.md has it: an accumulation loader of one step's micro-batches."""
+    lengths = [480, 36, 300, 108, 720, 372, 696, 700, 715, 720]
+    reports = run_ranks("tests.grpo_worker:models_own_loss", 3, lengths=lengths, cap=768, zero=zero)
+    assert len(reports[0]["micro_batches"]) > 1 and reports[0]["moved"] > 0
+    assert all(report["error"] < 1e-5 for report in reports), reports
+
+
 def test_advantages_are_those_of_their_group(grpo):
     found = torch.tensor(grpo.advantages([1.0, 2.0, 3.0, 5.0, 5.0, 5.0], group=3))
     torch.testing.assert_close(found, torch.tensor([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]), rtol=2e-4, atol=0)

@@ -10,8 +10,8 @@ cap: the sequence with the most work next, to the least loaded place that has ro
 its attention by the cost model. Where ranks meet in every micro-batch (ZeRO-3, which gathers weights, and ZeRO-2),
 places are the ranks of as few micro-batches as it gets by with, and those of like work run together. Where ranks meet
 at the end of the step alone (ZeRO-1), places are ranks, whose sequences then go into micro-batches by best fit. With
-the plugin ranks meet in every layer, whatever ZeRO does. The ideal is all work divided by the ranks. "Fullest" is the
-highest number of tokens of a rank in a micro-batch, of the cap.
+the plugin ranks meet in every layer in which rows move, whatever ZeRO does, and in every micro-batch. The ideal is all
+work divided by the ranks. "Fullest" is the highest number of tokens of a rank in a micro-batch, of the cap.
 
 Mixes, sequences of prompt and answer, none longer than the cap: "answers", prompts of 128 to 1,024 tokens and answers
 around a median of 1/16 of the cap (lognormal, sigma 1.2), cut at the cap; "answers, few", two of them for a rank;
@@ -115,9 +115,13 @@ class Predictor:
         return np.array([[self.alone(lengths[rank].tolist()) for rank in batch] for batch in step])
 
     def plugin(self, step: Step, lengths: np.ndarray) -> float:
-        """Seconds of a step with the plugin."""
-        layouts = [Layout.from_lengths([lengths[rank].tolist() for rank in batch]).filled() for batch in step]
-        return sum(predict(layout, self.model, self.cost, self.options).plugin for layout in layouts)
+        """Seconds of a step with the plugin. Where no rows move, nobody waits within a micro-batch."""
+        taken = 0.0
+        for batch in step:
+            rows = [lengths[rank].tolist() for rank in batch]
+            found = predict(Layout.from_lengths(rows).filled(), self.model, self.cost, self.options)
+            taken += found.plugin if found.moves else max(map(self.alone, rows))
+        return taken
 
     def work(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds of sequences, without what a micro-batch takes beside them."""
@@ -186,7 +190,6 @@ def row(mix: str, ranks: int, cap: int) -> dict[str, Any]:
         lpt_of_ranks(lengths, work, cap, ranks),
         pack_step(lengths, cap, ranks),
     )
-    alone = predictor.alone_all(ours, lengths)
     return {
         "mix": mix,
         "ranks": ranks,
@@ -198,8 +201,6 @@ def row(mix: str, ranks: int, cap: int) -> dict[str, Any]:
         "fullest": fullest(ours, lengths) / cap,
         "lpt_end_s": float(predictor.alone_all(at_end, lengths).sum(axis=0).max()),
         "lpt_s": float(predictor.alone_all(theirs, lengths).max(axis=1).sum()),
-        "packed_plain_s": float(alone.max(axis=1).sum()),
-        "lpt_plugin_s": predictor.plugin(theirs, lengths),
         "plugin_s": predictor.plugin(ours, lengths),
         "ideal_s": float(work.sum() / ranks),
     }

@@ -360,6 +360,25 @@ def tensor_parallel() -> float:
     return max(errors)
 
 
+def refused_by_a_hook() -> str:
+    """A hook of somebody else's, before the plugin's, does not let rank 1's first batch through."""
+    engine = engine_of(llama())
+
+    def refuse(*_: Any) -> None:
+        hook.remove()
+        raise ValueError("a hook refuses this batch")
+
+    if dist.get_rank() == 1:
+        hook = engine.module.register_forward_pre_hook(refuse, prepend=True)
+    try:
+        engine(**collated(mine()))
+        words = "no error"
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    engine(**collated(mine()))
+    return words
+
+
 def one_bad_rank(spoil: Callable[[dict[str, Any]], None]) -> Callable[[], str]:
     """Both ranks get an error, and the next micro-batch is right again."""
 
@@ -397,6 +416,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "ids out of range": one_bad_rank(lambda b: b["input_ids"].fill_(10**6)),
     "negative num_targets": one_bad_rank(lambda b: b.update(num_targets=-7)),
     "float cu_seqlens": one_bad_rank(lambda b: b.update(layout=None, cu_seqlens=torch.tensor([0.0, 2.9, 12.0]))),
+    "a batch that a hook refuses": refused_by_a_hook,
     # Last: DeepSpeed keeps the groups that it makes for it.
     "tensor parallelism": tensor_parallel,
 }

@@ -98,6 +98,7 @@ def train(
     model_options: dict | None = None,
     distca: dict | None = BLOCK,
     recorded: bool = False,
+    lengths: Sequence[Sequence[int]] = LENGTHS,
     **config: Any,
 ) -> dict:
     """Three optimizer steps, against dense.
@@ -106,7 +107,7 @@ def train(
         recorded: by ``deepspeed.tp_model_init``, and not by the configuration.
     """
     model_options = model_options or {}
-    steps = [[documents_of(10 * step + i) for i in range(accumulation)] for step in range(3)]
+    steps = [[documents_of(10 * step + i, lengths) for i in range(accumulation)] for step in range(3)]
     wanted, model = dense(model_options, steps), tiny_llama(**model_options)
     enable_checkpointing(model, checkpointing)
     if recorded:

@@ -18,6 +18,7 @@ REFUSED = {
     "two documents in a row of one result": ("row 0 holds 3 documents", "row 0 holds 3 documents"),
     "ids out of range": ("rank 1 .*1000000", "1000000"),
     "negative num_targets": ("rank 1 .*-7", "-7"),
+    "a batch that a hook refuses": ("rank 1 .*a hook refuses", "ValueError: a hook refuses"),
     "float cu_seqlens": ("rank 1 .*cu_seqlens holds float", "cu_seqlens holds float"),
 }
 

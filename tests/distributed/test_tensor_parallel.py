@@ -58,6 +58,14 @@ def test_equal_to_tensor_parallelism_without_the_plugin(found) -> None:
             assert outcome["losses"] == pytest.approx(ours[name]["losses"], rel=TOLERANCE)
 
 
+def test_groups_of_servers() -> None:
+    """Two groups of two replicas of two ranks: attention moves within a group, and the loss is weighted over all."""
+    case = {"distca": {"servers": 2, "advanced": {"granularity": 8}}, "lengths": [[90, 3], [9] * 4, [5], [70, 8, 1]]}
+    for rank, (outcome,) in enumerate(run_ranks(f"{WORKER}:train_cases", 8, cases=[case])):
+        assert max(outcome["loss"], outcome["gradients"], outcome["parameters"]) < TOLERANCE, outcome
+        assert all(outcome["moved"]) and outcome["data_parallel"] == list(range(rank % 2, 8, 2)), outcome
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("tied", [False, True])
 def test_ranks_of_a_replica_with_different_batches(tied) -> None:

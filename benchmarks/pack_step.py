@@ -11,7 +11,8 @@ its attention by the cost model. Where ranks meet in every micro-batch (ZeRO-3, 
 places are the ranks of as few micro-batches as it gets by with, and those of like work run together. Where ranks meet
 at the end of the step alone (ZeRO-1), places are ranks, whose sequences then go into micro-batches by best fit. With
 the plugin ranks meet in every layer in which rows move, whatever ZeRO does, and in every micro-batch. The ideal is all
-work divided by the ranks. "Fullest" is the highest number of tokens of a rank in a micro-batch, of the cap.
+work divided by the ranks. "Fullest" is the highest number of tokens of a rank in a micro-batch, of the cap; "squares,
+no cap" has as many micro-batches as LPT and evens out the sums of squares alone.
 
 Mixes, sequences of prompt and answer, none longer than the cap: "answers", prompts of 128 to 1,024 tokens and answers
 around a median of 1/16 of the cap (lognormal, sigma 1.2), cut at the cap; "answers, few", two of them for a rank;
@@ -52,7 +53,8 @@ COLUMNS = (
     "sequences",
     "micro-batches: LPT",
     "pack_step",
-    "fullest: LPT",
+    "fullest: squares, no cap",
+    "LPT",
     "pack_step",
     "seconds: LPT, ranks meet at the end",
     "in every micro-batch",
@@ -176,6 +178,15 @@ def _least_loaded(
     return bins
 
 
+def _by_squares(lengths: np.ndarray, count: int, ranks: int) -> Step:
+    """Sums of squares made even, whatever the tokens are."""
+    squares = lengths.astype(np.float64) ** 2
+    order = np.argsort(-squares, kind="stable")
+    bins = _least_loaded(lengths, squares, order, int(lengths.sum()), count * ranks)
+    assert bins is not None
+    return [bins]
+
+
 def fullest(step: Step, lengths: np.ndarray) -> int:
     """Tokens of the fullest rank of a micro-batch."""
     return max(int(lengths[rank].sum()) for batch in step for rank in batch)
@@ -197,6 +208,7 @@ def row(mix: str, ranks: int, cap: int) -> dict[str, Any]:
         "sequences": len(lengths),
         "lpt_batches": len(theirs),
         "batches": len(ours),
+        "squares_fullest": fullest(_by_squares(lengths, len(theirs), ranks), lengths) / cap,
         "lpt_fullest": fullest(theirs, lengths) / cap,
         "fullest": fullest(ours, lengths) / cap,
         "lpt_end_s": float(predictor.alone_all(at_end, lengths).sum(axis=0).max()),
@@ -230,6 +242,7 @@ def shown(found: dict[str, Any]) -> list[str]:
         f"{found['sequences']:,}",
         str(found["lpt_batches"]),
         str(found["batches"]),
+        f"{found['squares_fullest']:.3f}",
         f"{found['lpt_fullest']:.3f}",
         f"{found['fullest']:.3f}",
         *(f"{s:.2f}" for s in seconds),

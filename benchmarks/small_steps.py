@@ -10,9 +10,10 @@ transformers' own flash attention under DeepSpeed, with transformers' flattening
 `distca` block and PackedSequenceCollator, "two lines" the same with a block alone: documents are then read from the
 device, for which the host waits. Batches: "even", one document of all tokens on every rank; "short", sixteen on every
 rank; "long|short", one on even ranks and sixteen on odd ones. All take turns, there and back, of `--chunk` steps in a
-row, which are timed from a barrier to a barrier: 1 lets nothing of a step hide under the one before, as training does.
-The ideal of "long|short" is the mean of plain's "even" and "short". Milliseconds of a step are medians of the slowest
-rank.
+row, which are timed from a barrier to a barrier: 1 lets nothing of a step hide under the one before. Nor does
+DeepSpeed by itself: its throughput timer waits for the device at every step, unless it is told not to, by
+`--ds-config '{"timers": {"throughput": {"synchronized": false}}}'`. The ideal of "long|short" is the mean of plain's
+"even" and "short". Milliseconds of a step are medians of the slowest rank.
 
 `--host` adds the host's time to queue a layer's core attention of "long|short" behind a busy device: by transformers'
 function, by the plugin's with everything at home, and with rows moved as if they cost nothing. In brackets: what a
@@ -28,7 +29,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true", help="engine.compile()")
     parser.add_argument("--block", type=json.loads, default={}, help="JSON, more keys of the `distca` block")
+    parser.add_argument("--ds-config", type=json.loads, default={}, help="JSON, more keys of the ds_config, for all")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS[1:]), choices=KINDS[1:], help="beside plain")
     parser.add_argument("--turns", type=int, default=3, help="measured, of each kind on each batch")
     parser.add_argument("--chunk", type=int, default=4, help="steps of a turn")
     parser.add_argument("--host", action="store_true")
@@ -157,6 +159,7 @@ def build(args: argparse.Namespace, kind: str, width: int, zero: int, device: to
         "zero_optimization": {"stage": zero},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
         "steps_per_print": 10**9,
+        **args.ds_config,
     }
     if kind != "plain":
         config["distca"] = {"enabled": True, **args.block}
@@ -174,11 +177,12 @@ def build(args: argparse.Namespace, kind: str, width: int, zero: int, device: to
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
-    with deepspeed.zero.Init(config_dict_or_path=config) if zero == 3 else nullcontext():
+    # On the device, where billions of random numbers take no time.
+    with deepspeed.zero.Init(config_dict_or_path=config) if zero == 3 else device:
         model = LlamaForCausalLM._from_config(architecture, dtype=dtype, attn_implementation=args.attention)
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    engine, *_ = deepspeed.initialize(model=model.to(device) if zero < 3 else model, config=config)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.train()
     if args.compile:
         engine.compile()
@@ -193,15 +197,16 @@ def model_steps(
     engines["two lines"] = engines["plugin"]
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     collators = {"plain": flatten, "plugin": deepspeed_distca.PackedSequenceCollator(), "two lines": flatten}
+    kinds = ("plain", *args.kinds)
     draw = np.random.default_rng(dist.get_rank())
     for tokens in args.tokens:
         for mix in MIXES:
             rows = [{"input_ids": draw.integers(0, VOCABULARY, n).tolist()} for n in lengths(mix, tokens)]
-            batches = {kind: on_device(collate(rows), device) for kind, collate in collators.items()}
+            batches = {kind: on_device(collators[kind](rows), device) for kind in kinds}
             keep_busy(device)  # a card is fast after the pause between two batches
-            taken: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+            taken: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
             for turn in range(args.turns + 1):  # the first is not counted
-                for kind in KINDS[:: -1 if turn % 2 else 1]:
+                for kind in kinds[:: -1 if turn % 2 else 1]:
                     seconds = steps(engines[kind], batches[kind], args.chunk if turn else 1, device)
                     if turn:
                         taken[kind].append(gather_floats([seconds / args.chunk], device))
@@ -355,22 +360,25 @@ def tables(results: dict[str, Any]) -> str:
         f"{about['ranks']} x {about['card']}, {about['processor']}; {about['date']}, torch {about['torch']}, "
         f"DeepSpeed {about['deepspeed']}, layers {about['layers'] or 'as above'}, "
         f"checkpointing {about['checkpointing']}, compile {about['compile']}, "
-        f"Liger {about['liger']}, turns of {about['chunk']} steps, block {json.dumps(about['block'])}."
+        f"Liger {about['liger']}, turns of {about['chunk']} steps, block {json.dumps(about['block'])}, "
+        f"ds_config {json.dumps(about['ds_config'])}."
     ]
+    kinds = about["kinds"]
     if results["steps"]:
-        lines += ["", "| width | ZeRO | tokens | batch | plain, ms | plugin | of plain | ideal | two lines |"]
-        lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+        columns = ["width", "ZeRO", "tokens", "batch", "plain, ms"]
+        columns += [column for kind in kinds for column in (f"{kind}, ms", "of plain")] + ["ideal"]
+        lines += ["", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     plain = {(row["width"], row["zero"], row["tokens"], row["mix"]): row["ms"]["plain"] for row in results["steps"]}
     for row in results["steps"]:
         key, ms = (row["width"], row["zero"], row["tokens"]), row["ms"]
         share = ""
         if row["mix"] == "long|short" and (*key, "short") in plain:
             ideal = (plain[(*key, "even")] + plain[(*key, "short")]) / 2
-            share = f"{(ms['plain'] - ms['plugin']) / (ms['plain'] - ideal):.0%} of {ms['plain'] / ideal:.2f}x"
+            share = f"{(ms['plain'] - ms[kinds[0]]) / (ms['plain'] - ideal):.0%} of {ms['plain'] / ideal:.2f}x"
         mix = row["mix"].replace("|", "\\|") + (", moved" if row["bytes_moved"] else "")
-        cells = (*key[:2], f"{key[2]:,}", mix, f"{ms['plain']:.1f}", f"{ms['plugin']:.1f}")
-        of_plain = [f"{ms[kind] / ms['plain']:.3f}" for kind in KINDS[1:]]
-        lines.append(f"| {' | '.join(map(str, cells))} | {of_plain[0]} | {share} | {of_plain[1]} |")
+        cells = [*key[:2], f"{key[2]:,}", mix, f"{ms['plain']:.1f}"]
+        cells += [cell for kind in kinds for cell in (f"{ms[kind]:.1f}", f"{ms[kind] / ms['plain']:.3f}")] + [share]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     if results["host"]:
         lines += ["", "| width | tokens | host, ms a layer: forward plain, at home, moved | backward | messages |"]
         lines += ["| --- | --- | --- | --- | --- |"]

@@ -210,13 +210,13 @@ def test_what_cannot_be_read_is_refused() -> None:
         ({"input_ids": [[1]]}, "choose one"),
         ("text", "tokenize"),
         (5, "expected a dataset"),
-        (["text"], "document 0"),
         (Dataset.from_dict({"input_ids": [["a"]]}), "lists of integers"),
         (Dataset.from_dict({"input_ids": [1, 2]}), "lists of integers"),
     ):
         with pytest.raises(TypeError, match=word):
             read_source(data)
     for data, word in (
+        (["text"], "document 0: .*must hold integers"),
         (Dataset.from_dict({"text": ["a"]}), 'no "input_ids".*tokenize'),
         (Dataset.from_dict({"input_ids": [[1, 2]], "position_ids": [[0, 0]]}), "position_ids.*packed"),
         (Dataset.from_dict({"input_ids": [[1, 2]], "seq_lengths": [[1, 1]]}), "seq_lengths.*packed"),

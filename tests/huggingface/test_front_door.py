@@ -155,6 +155,7 @@ def test_plain_and_padded_rows():
         ({"position_ids": torch.zeros(3, 1, 10, dtype=torch.long)}, "multi-axis"),
         ({"position_ids": torch.arange(5, 15)[None]}, "position 5, not 0"),
         ({"position_ids": torch.arange(10.0)[None]}, "float32"),
+        ({"position_ids": torch.zeros(3, 1, 10), **DESCRIPTIONS["cu_seqlens"]}, "float32"),
         ({"position_ids": torch.zeros(1, 9, dtype=torch.long)}, "1 x 10"),
         ({"cu_seqlens": [0, 4]}, "ends at 4"),
         ({"packed_seq_params": SimpleNamespace(qkv_format="sbhd", cu_seqlens_q=[0, 10])}, "sbhd.*thd"),

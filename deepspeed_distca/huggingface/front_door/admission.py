@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
+from deepspeed_distca.data import packed_params
+from deepspeed_distca.data.claims import CUMULATIVE, TEXT_AXES
 from deepspeed_distca.huggingface.contract import Contract
-from deepspeed_distca.huggingface.front_door import packed_params
-from deepspeed_distca.huggingface.front_door.claims import CUMULATIVE, TEXT_AXES, documents_of, empty_layout
+from deepspeed_distca.huggingface.front_door.claims import documents_of, empty_layout
 from deepspeed_distca.huggingface.front_door.targets import count_targets, read_step_targets, with_targets
 from deepspeed_distca.huggingface.front_door.values import (
     IGNORE_INDEX,

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from deepspeed_distca.given import integer
-from deepspeed_distca.layout import LayoutError
 
 IGNORE_INDEX = -100
 #: Counts travel as int64 and are added up over ranks.
@@ -103,33 +101,6 @@ def whole_number(name: str, value: Any, most: int) -> int:
         return integer(name, value, 0, most)
     except ValueError as error:
         raise BatchError(str(error)) from None
-
-
-def like_tokens(name: str, given: Any, rows: int, tokens: int) -> np.ndarray:
-    values = integers(name, given)
-    if values.shape == (tokens,) and rows == 1:
-        values = values[None]
-    if values.shape != (rows, tokens):
-        raise LayoutError(f"{name} is {list(values.shape)}, but the batch has {rows} x {tokens} tokens")
-    return values.ravel()
-
-
-def integers(name: str, given: Any) -> np.ndarray:
-    """int64 of a list, an array or a tensor; one on a device is waited for."""
-    values = given.detach().cpu().numpy() if torch.is_tensor(given) else given
-    try:
-        values = np.asarray(values)
-    except ValueError:
-        raise LayoutError(f"{name} is a ragged list; allowed: whole numbers") from None
-    if values.dtype == bool and name == "attention_mask":
-        return values.astype(np.int64)
-    if values.size and values.dtype.kind not in "iu":
-        kind = f"{values.dtype}"
-        raise LayoutError(
-            f"{name} holds {kind}; allowed: whole numbers"
-            + (" (1 on tokens, 0 on padding)" if name == "attention_mask" else "")
-        )
-    return values.astype(np.int64)
 
 
 def on_host(value: Any) -> bool:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
-from deepspeed_distca.huggingface.front_door.values import integers, on_host
+from deepspeed_distca.data.integers import integers
 from deepspeed_distca.layout import LayoutError
 
 NAME = "packed_seq_params"
@@ -43,9 +42,13 @@ def fields(params: Any) -> dict[str, Any]:
         raise LayoutError(
             f"{NAME} ({type(params).__name__}) has neither cu_seqlens_q nor cu_seqlens_kv; give it one of them"
         )
-    if any(map(on_host, found.values())):  # lengths without their spaces would be misread
-        found = {key: value.cpu() if torch.is_tensor(value) else value for key, value in found.items()}
+    if not all(_on_device(value) for value in found.values()):  # lengths without their spaces would be misread
+        found = {key: value.cpu() if _on_device(value) else value for key, value in found.items()}
     return found
+
+
+def _on_device(value: Any) -> bool:
+    return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"
 
 
 def stored(name: str, lengths: Any, spaces: Any, end: int) -> tuple[np.ndarray, np.ndarray]:

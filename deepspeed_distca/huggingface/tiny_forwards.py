@@ -203,6 +203,10 @@ class TinyForwards:
         self._now = seen
         self._forget()
         self._module.train(training)
+        for module in self._module.modules():
+            # Quantised weights may be packed another way in evaluation, for good, and then give no gradients.
+            if not all(p.is_floating_point() for p in module.parameters(recurse=False)):
+                module.training = True
         torch.default_generator.manual_seed(_SEED)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).manual_seed(_SEED)
@@ -276,7 +280,11 @@ class _Plan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``attention_function.Plan``."""
         if len(q) != self._tokens:
-            raise UnsupportedModelError(f"attention has {len(q)} rows for {self._tokens} tokens")
+            raise UnsupportedModelError(
+                f"attention has {len(q)} rows for the {self._tokens} tokens that were given: only a batch's own tokens "
+                "can be planned, no others that are put before them, as prompt tuning does. Set `distca.enabled` to "
+                "false for this model"
+            )
         index = len(self.attention)
         self.attention.append(Heads(q, k, v))
         if self._begins:

@@ -20,6 +20,8 @@ from deepspeed_distca.attention_server.coordination.store import close_connectio
 
 #: Seconds that a rank has to come to an error of its own, before an alarm ends its waits: ranks often fail alike.
 _ALIKE = 1.0
+#: Seconds that a process which ends after an alarm waits for this thread.
+_LEAVING = 5.0
 
 
 class Guard:
@@ -44,9 +46,17 @@ class Guard:
         self.releases: list[Callable[[], None]] = []
         self._seconds, self._position, self._alarm = seconds, position, alarm
         self._lookout, self._closing = lookout, closing
+        self._thread = threading.Thread(target=self._run, name="distca-guard", daemon=True)
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="distca-guard", daemon=True).start()
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Nothing is watched any more. Waits, after an alarm, until this thread has let go of its works in gloo
+        groups: in an interpreter that ends, their destructors would end the process by a signal."""
+        self.groups, self.releases = [], []
+        if self._alarm.text is not None and self._thread is not threading.current_thread():
+            self._thread.join(_LEAVING)
 
     def _run(self) -> None:
         if not self._until_alarm() or self._closing.wait(_ALIKE):

@@ -214,8 +214,8 @@ class Watch:
         self._closing.set()
         if self._lookout is not None:
             self._lookout.leave()
-        if self._guard is not None:  # touches no store, and ends by itself
-            self._guard.groups, self._guard.releases = [], []
+        if self._guard is not None:
+            self._guard.leave()
         atexit.unregister(self._at_exit)
 
 

@@ -38,6 +38,7 @@ from deepspeed_distca.huggingface.adapter import (
     find_decoder,
 )
 from deepspeed_distca.huggingface.contract import find_contract
+from deepspeed_distca.huggingface.early_gradients import EarlyGradients
 from deepspeed_distca.huggingface.ping_pong import PingPong
 from deepspeed_distca.huggingface.twice_called import TwiceCalled
 from deepspeed_distca.layout import Layout
@@ -199,6 +200,8 @@ class Runtime:
             weight_loss=config.token_weighted_loss,
             keep_attention=config.keep_attention,
         )
+        by_factor = config.token_weighted_loss and contract.weighting == "mean"
+        self._early_gradients = EarlyGradients(decoder, self.failed) if by_factor else None
         _RUNTIMES[decoder] = weakref.ref(self)
         self._forward_end = decoder.register_forward_hook(torch.compiler.disable(self._forward_over))
         for name, phase in (("backward", "backward"), ("step", "optimizer step")):
@@ -291,7 +294,7 @@ class Runtime:
             del _RUNTIMES[self._decoder]
         self._hooks.remove()
         self._monitor.remove()
-        for part in (self._ping_pong, self._twice_called):
+        for part in (self._ping_pong, self._twice_called, self._early_gradients):
             if part is not None:
                 part.remove()
 

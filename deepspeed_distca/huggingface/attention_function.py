@@ -110,6 +110,13 @@ def distca_attention(
             f"{name}: {query.shape[2]} queries against {key.shape[2]} keys in training; run without a KV cache "
             "(use_cache=False) and without cross attention"
         )
+    scores = query.shape[2], key.shape[2]
+    bias = next((n for n, t in kwargs.items() if torch.is_tensor(t) and t.ndim > 3 and t.shape[-2:] == scores), None)
+    if bias is not None:
+        raise UnsupportedModelError(
+            f"{name} adds to its scores: it passes {bias} of shape {list(kwargs[bias].shape)}, a number for each "
+            "query and key, which plans know nothing of. Set `distca.enabled` to false for this model"
+        )
     if torch.is_autocast_enabled(query.device.type):
         # As scaled_dot_product_attention does; RoPE may have left q and k wider than v.
         dtype = torch.get_autocast_dtype(query.device.type)

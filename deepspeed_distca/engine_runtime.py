@@ -208,7 +208,7 @@ class Runtime:
             self._follow(name, phase)
         # An engine that is dropped takes its watch along.
         weakref.finalize(engine, self._watch.close).atexit = False
-        self._ping_pong = PingPong(decoder, modules) if config.overlap == "ping_pong" else None
+        self._ping_pong = PingPong(decoder, modules, contract) if config.overlap == "ping_pong" else None
         self._twice_called = None
         if self._ping_pong is not None and engine.zero_optimization_stage() == 3:
             self._twice_called = TwiceCalled(engine.module, self._ping_pong)

@@ -42,6 +42,7 @@ from deepspeed_distca.huggingface.decoders import attention_modules, attention_w
 from deepspeed_distca.huggingface.first_forward import FirstForward
 from deepspeed_distca.huggingface.front_door import DESCRIPTION, Admitted, Limits, admit, names_documents
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
+from deepspeed_distca.huggingface.probe import borders
 from deepspeed_distca.huggingface.row_rope import RowRope
 from deepspeed_distca.layout import Layout
 
@@ -202,6 +203,8 @@ class DecoderHooks:
             self._names.expect(plan)
         for key in _KERNEL_ARGUMENTS:
             kwargs.pop(key, None)
+        if self._contract.rows == "told" and len(admitted.pieces[0]) > admitted.shape[0]:
+            kwargs |= borders(admitted.pieces[0], admitted.shape)
         kwargs["use_cache"] = False
         if not self._takes_all:
             # Of what batches carry and the plugin adds, a model gets what it has a parameter for.

@@ -10,14 +10,15 @@ name: rotary embeddings are asked (see ``row_rope``), and the model runs on a fe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
-from deepspeed_distca.huggingface.probe import Fault, Probe, Targets, Weighting
+from deepspeed_distca.huggingface.decoders import other_mixing
+from deepspeed_distca.huggingface.probe import Fault, Probe, Rows, Targets, Weighting
 from deepspeed_distca.huggingface.row_rope import longest_document, row_rules
 from deepspeed_distca.huggingface.tiny_forwards import TinyForwards
 
@@ -33,9 +34,13 @@ class Contract:
         weighting: "num_items_in_batch": the loss is a sum over targets divided by it, where it is given; "mean": it is
             always the mean over the model's own targets; None: neither, so that it is not weighted.
         takes_positions: position_ids say where a token stands in its document, so that a piece of a document can be
-            on a rank without its beginning.
+            on a rank without its beginning, where rows are "packed".
         whole_rows: there is one result for a row, so that a row may hold one document only.
         longest_document: longer ones would change the rotary frequencies of others; None: no limit.
+        rows: how documents may share a row. Unless it is "packed", something beside core attention passes through a
+            document (a convolution, a recurrent state, a count of places), and each must be whole on one rank.
+        why: what was found with several documents in a row, where each must have its own.
+        name: of the model, for errors.
     """
 
     targets: Targets | None = "next"
@@ -44,6 +49,9 @@ class Contract:
     takes_positions: bool = True
     whole_rows: bool = False
     longest_document: int | None = None
+    rows: Rows = "packed"
+    why: str = field(default="", compare=False)
+    name: str = field(default="this model", compare=False)
 
 
 def find_contract(
@@ -70,16 +78,21 @@ def find_contract(
     """
     rules = row_rules(decoder)
     longest = longest_document(rules)
-    if not probe:
-        return Contract(longest_document=longest)
     name = f"{type(decoder).__name__} ({decoder.config.model_type})"
+    if not probe:
+        mixing = other_mixing(decoder)
+        if mixing:
+            raise UnsupportedModelError(
+                f"{name} mixes tokens by {mixing} beside attention; how it takes documents is found by trying it: "
+                "leave `distca.advanced.probe` on"
+            )
+        return Contract(longest_document=longest)
     forwards = TinyForwards(module, decoder, modules, device, forget)
     try:
         with forwards.ready():
             asked = Probe(forwards, decoder, min((rule.limit for rule in rules), default=None))
-            asked.neighbours()
-            takes_positions = asked.alone()
-            return Contract(*asked.loss(), takes_positions, whole_rows=asked.whole_rows, longest_document=longest)
+            rows, takes_positions, why = _rows(asked)
+            return Contract(*asked.loss(), takes_positions, asked.whole_rows, longest, rows, why, name)
     except UnsupportedModelError:
         raise
     except Fault as fault:
@@ -89,3 +102,30 @@ def find_contract(
             f"{name} failed when it was tried on tiny documents: {type(error).__name__}: {error}. Set "
             "`distca.advanced.probe` to false to go without this trial, if the model can train on such batches"
         ) from error
+
+
+def _rows(asked: Probe) -> tuple[Rows, bool, str]:
+    """How documents may share a row; whether they may continue on other ranks; and what is wrong where each needs a
+    row of its own. Where not even that is exact, raises what is wrong with packed ones."""
+    try:
+        asked.neighbours("packed")
+        return "packed", asked.alone("packed"), ""
+    except UnsupportedModelError:
+        raise
+    except Exception as fault:
+        packed = why = fault
+    rows: Rows = "alone"
+    try:
+        asked.neighbours("told")
+        asked.alone("told")
+        rows = "told"
+    except Exception as fault:
+        if not isinstance(fault, TypeError):  # a forward that takes no such arguments, which says nothing
+            why = fault
+    # After it, since ZeRO-3 lets go of what a forward that failed has gathered in the next one.
+    try:
+        asked.neighbours("alone")
+        positions = asked.alone("alone")
+    except Exception:
+        raise packed from None
+    return rows, positions, str(why) if rows == "alone" else ""

@@ -8,6 +8,7 @@ while it runs is caught in the first forward (see ``first_forward``).
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,9 @@ from deepspeed_distca.huggingface.attention_function import UnsupportedModelErro
 _DISABLE = "Set `distca.enabled` to false for this model"
 #: Kinds of layers, as configurations name them, whose mixing of tokens is all core attention.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+#: Kinds that a trial on a few tokens can judge: layers without attention, convolutions, recurrent states. Whatever
+#: selects or compresses keys may take all of them in a short row.
+_TRIED_LAYERS = {*_ATTENTION_LAYERS, "linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
@@ -54,11 +58,11 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         raise UnsupportedModelError(
             f"{name} uses chunked attention, which only its mask conveys; it is not supported. {_DISABLE}"
         )
-    mixing = _other_mixing(model, config)
-    if mixing:
+    selecting = _selects_keys(config)
+    if selecting:
         raise UnsupportedModelError(
-            f"{name} mixes tokens by {mixing} beside attention, which knows nothing of documents and of other ranks. "
-            f"{_DISABLE}"
+            f"{name} mixes tokens by {selecting} beside attention, which knows nothing of documents and of other "
+            f"ranks. {_DISABLE}"
         )
     if not found or not can_choose_attention(model):
         raise UnsupportedModelError(
@@ -87,6 +91,26 @@ def base_of(decoder: PreTrainedModel, modules: list[nn.Module]) -> PreTrainedMod
         if isinstance(model, PreTrainedModel) and set(modules) <= set(model.modules()):
             found = model
     return found
+
+
+def layers_and_parts(base: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The largest modules that have one attention module each, the layers beside them that have none, and what these
+    consist of."""
+    attention = set(modules)
+    found: dict[nn.Module, None] = {}
+    done: set[nn.Module] = set()
+    lists = [list(m) for m in base.modules() if isinstance(m, nn.ModuleList)]
+    for module in base.modules():  # parents come before their children
+        mine = attention & set(module.modules())
+        called = module is not base and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if len(mine) == 1 and called and not mine <= done:
+            done |= mine
+            # Beside it may be layers of other kinds.
+            for layer in next((layers for layers in lists if module in layers), [module]):
+                if len(attention & set(layer.modules())) < 2:
+                    parts = (m for m in layer.children() if any(True for _ in m.parameters()))
+                    found.update(dict.fromkeys([*parts, layer]))
+    return list(found)
 
 
 def attention_windows(modules: list[nn.Module]) -> list[int | None]:
@@ -119,17 +143,27 @@ def _reads_window_from_config(module: nn.Module) -> bool:
     return "sliding_window" in (*code.co_names, *code.co_consts)
 
 
-def _other_mixing(model: PreTrainedModel, config: Any) -> str | None:
-    """What else passes information between tokens: state-space, linear-attention and convolution layers."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+def other_mixing(model: PreTrainedModel) -> str | None:
+    """What else passes information between tokens, as far as names tell: state-space, linear-attention and convolution
+    layers. The probe needs no names; this is for models that are not tried."""
+    kinds = _kinds(model.config.get_text_config()) - _ATTENTION_LAYERS
     if kinds:
-        return f"layers of kind {', '.join(sorted(map(str, kinds)))}"
+        return f"layers of kind {', '.join(sorted(kinds))}"
     if has_recurrent_state(model):
         return "a recurrent state"
-    if getattr(config, "index_topk", None):
-        return "an indexer that selects keys"
     convolution = next((n for n, m in model.named_modules() if isinstance(m, nn.Conv1d)), None)
     return f"a convolution ({convolution})" if convolution else None
+
+
+def _selects_keys(config: Any) -> str | None:
+    kinds = _kinds(config) - _TRIED_LAYERS
+    if kinds:
+        return f"layers of kind {', '.join(sorted(kinds))}"
+    return "an indexer that selects keys" if getattr(config, "index_topk", None) else None
+
+
+def _kinds(config: Any) -> set[str]:
+    return set(map(str, getattr(config, "layer_types", None) or ()))
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.compat.transformers import recomputes_reentrantly
 from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS, UnsupportedModelError
+from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.decoders import base_of
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.row_rope import row_rules
@@ -42,6 +43,7 @@ class PingPong:
     Args:
         decoder: the model.
         modules: its attention modules.
+        contract: how it reads its arguments.
 
     Attributes:
         base: the model whose forward is run twice.
@@ -53,12 +55,17 @@ class PingPong:
         UnsupportedModelError: a model for which halves would not be exact.
     """
 
-    def __init__(self, decoder: PreTrainedModel, modules: list[nn.Module]) -> None:
+    def __init__(self, decoder: PreTrainedModel, modules: list[nn.Module], contract: Contract) -> None:
         self.base = base_of(decoder, modules)
         self.split = False
         self.seen = False
         self.running: int | None = None
         self._name = type(decoder).__name__
+        if contract.rows != "packed":
+            raise UnsupportedModelError(
+                f"{self._name} passes something beside core attention through a document, which the second half of a "
+                f"row would not have. {_OTHERWISE}"
+            )
         rules = row_rules(decoder)
         if rules:
             raise UnsupportedModelError(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from deepspeed_distca.huggingface.tiny_forwards import Like, TinyForwards
@@ -22,6 +23,9 @@ _TF32 = 1e-3
 _IGNORED = -100
 
 
+#: How documents may share a row: "packed", as they are; "told", where the model's forward is told of their borders;
+#: "alone": not at all, a row is one document and padding behind it.
+Rows = Literal["packed", "told", "alone"]
 Targets = Literal["next", "same"]
 Weighting = Literal["num_items_in_batch", "mean"]
 
@@ -31,7 +35,8 @@ class Fault(Exception):
 
 
 class Probe:
-    """Three questions to one model, to be asked in this order: :meth:`neighbours`, :meth:`alone`, :meth:`loss`.
+    """Three questions to one model, to be asked in this order: :meth:`neighbours`, :meth:`alone`, :meth:`loss`. The
+    first two may be asked again for another way to give documents.
 
     Args:
         forwards: of the model; ready.
@@ -60,25 +65,31 @@ class Probe:
             raise Fault("its base model returns no tensor with a row for each token")
         self.whole_rows = not self._alone.of(self._alone.decoder)
 
-    def neighbours(self) -> None:
-        """In training, a document's results are the same beside other documents of its batch.
+    def neighbours(self, rows: Rows) -> None:
+        """In training, a document's results are the same beside other documents of its batch, or before padding.
 
         All rows are of one size here: the same tokens go through the same kernels.
         """
-        # Models with one result for a row may take one row at a time. The documents watched are last: what has no
-        # room for all has none for them.
-        batch = 1 if self.whole_rows else 2
-        lengths = [*[self._size] * (batch - 1), *self._row]
-        ends = np.cumsum(lengths).tolist()
-        self._watched = [slice(ends[i] - lengths[i], ends[i]) for i in (-6, -4, -2)]
+        # Models with one result for a row may take one row at a time, and so may kernels that are told of borders. The
+        # documents watched are last: what has no room for all has none for them.
+        batch = 1 if self.whole_rows or rows == "told" else 4 if rows == "alone" else 2
+        if rows == "alone":
+            lengths = [self._size] * batch
+            begins = (np.arange(batch)[-3:] * self._size).tolist()
+            watched = [slice(begin, begin + self._size // 4) for begin in begins]
+        else:
+            lengths = [*[self._size] * (batch - 1), *self._row]
+            ends = np.cumsum(lengths).tolist()
+            watched = [slice(ends[i] - lengths[i], ends[i]) for i in (-6, -4, -2)]
         # One token everywhere goes to the same experts: if those have no room for a whole batch, it shows.
-        ids = np.full(ends[-1], self._tokens[0])
+        ids = np.full(sum(lengths), self._tokens[0])
         others = self._draw(len(ids))
-        for document in self._watched:
+        for document in watched:
             others[document] = ids[document]
-        first = self._forwards.run(ids, lengths, batch=batch, training=True)
-        same = [Like(first, document, document) for document in self._watched]
-        second = self._forwards.run(others, lengths, batch=batch, training=True, like=same)
+        given = self._given(rows, lengths, batch)
+        first = self._forwards.run(ids, lengths, batch=batch, training=True, **given)
+        same = [Like(first, document, document) for document in watched]
+        second = self._forwards.run(others, lengths, batch=batch, training=True, like=same, **given)
         # One of three documents may stand well by chance.
         error = float(np.median([_errors(second.rows(), like).max() for like in same]))
         if not error <= self._rounding:
@@ -87,19 +98,27 @@ class Probe:
                 "beside core attention passes between tokens, such as a convolution, a shifted state, statistics of a "
                 "row or a batch, or experts that have room for so many tokens"
             )
-        self._rows = first, second
+        self._watched, self._rows = watched, (first, second)
 
-    def alone(self) -> bool:
-        """A packed document has the results that it has alone, where users give no position ids.
+    def alone(self, rows: Rows) -> bool:
+        """A packed document, or one before padding, has the results that it has alone, where users give no position
+        ids.
 
         Returns:
-            whether a piece of a document, given its position ids and the keys before it, has the results it has in the
-            whole document, so that documents may continue on other ranks.
+            whether position ids say where a token stands. Where rows are packed: whether a piece of a document, given
+            them and the keys before it, has the results it has in the whole document, so that documents may continue
+            on other ranks.
         """
         alone, whole, size = self._alone, self._whole, self._size
         others = self._draw(size - len(whole))
+        row, lengths = [others, whole], [len(others), len(whole)]
         like = Like(alone, slice(len(others), size), slice(len(whole)))
-        packed = self._forwards.run(np.append(others, whole), [len(others), len(whole)], like=[like])
+        if rows == "alone":
+            row, lengths, like = [whole, others], [size], Like(alone, slice(len(whole)), slice(len(whole)))
+        given = self._given(rows, lengths, 1)
+        if rows == "alone":
+            given["attention_mask"] = self._forwards.tensor(np.arange(size) < len(whole), 1).long()
+        packed = self._forwards.run(np.concatenate(row), lengths, like=[like], **given)
         error = _most(_errors(packed.rows(), like))
         if not error <= self._rounding:
             why = (
@@ -109,6 +128,8 @@ class Probe:
             if not self._forwards.takes("position_ids"):
                 why = "its forward takes no position_ids, so it counts positions through the row"
             raise Fault(f"a packed document has other results than alone (by {error:.1e}): {why}")
+        if rows != "packed":
+            return self._forwards.takes("position_ids")
         half = len(whole) // 2
         rest = len(whole) - half
         like = Like(alone, slice(rest), slice(half, len(whole)))
@@ -192,8 +213,30 @@ class Probe:
         scores = scores[torch.from_numpy(tokens).to(scores.device)].nan_to_num(0.0, 0.0, 0.0)
         return int(tokens[int(scores.argmax())]), int(tokens[int(scores.argmin())])
 
+    def _given(self, rows: Rows, lengths: Sequence[int], batch: int) -> dict[str, Any]:
+        """What the model gets beside token ids, where documents are given in that way."""
+        if rows == "told":
+            shape = batch, sum(lengths) // batch
+            return {key: t.to(self._forwards.device) for key, t in borders(lengths, shape).items()}
+        return {"positions": rows == "packed"}
+
     def _draw(self, size: int) -> np.ndarray:
         return self._random.choice(self._tokens, size)
+
+
+def borders(lengths: Sequence[int] | np.ndarray, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """What tells a model's forward where documents begin, as transformers hands it to the kernels of convolutions and
+    recurrent layers; int32.
+
+    Args:
+        lengths: of the documents, one row after another.
+        shape: of the batch, [batch, tokens].
+    """
+    size = torch.as_tensor(lengths)
+    return {
+        "seq_idx": torch.arange(len(size), dtype=torch.int32).repeat_interleave(size).view(shape),
+        "cu_seq_lens_q": functional.pad(size.cumsum(0), (1, 0)).int(),
+    }
 
 
 def _errors(given: Sequence[torch.Tensor], like: Like, expected: Sequence[torch.Tensor] | None = None) -> np.ndarray:

@@ -25,7 +25,7 @@ from deepspeed_distca.huggingface.attention_function import (
     watched_by,
 )
 from deepspeed_distca.huggingface.attention_names import AttentionNames
-from deepspeed_distca.huggingface.decoders import attention_windows, base_of
+from deepspeed_distca.huggingface.decoders import attention_windows, base_of, layers_and_parts
 from deepspeed_distca.huggingface.first_forward import FirstForward
 from deepspeed_distca.huggingface.untouched import untouched
 
@@ -101,7 +101,7 @@ class TinyForwards:
         device: torch.device,
         forget: Callable[[], None] = lambda: None,
     ) -> None:
-        self._module, self._decoder, self._device, self._forget = module, decoder, device, forget
+        self._module, self._decoder, self.device, self._forget = module, decoder, device, forget
         self._modules = list(modules)
         self._base = base_of(decoder, self._modules)
         self._windows = dict(zip(self._modules, attention_windows(self._modules), strict=True))
@@ -118,11 +118,11 @@ class TinyForwards:
         self._names = AttentionNames(self._modules)
         handles = [self._decoder.register_forward_pre_hook(self._before, with_kwargs=True)]
         handles += [m.register_forward_hook(self._after) for m in {self._decoder, self._base}]
-        handles += [m.register_forward_hook(self._step) for m in _layers_and_parts(self._base, self._modules)]
+        handles += [m.register_forward_hook(self._step) for m in layers_and_parts(self._base, self._modules)]
         try:
             # Compiled models would be compiled for these rows alone.
             eager = torch.compiler.set_stance("force_eager")
-            with untouched(self._module, self._device), eager, warnings.catch_warnings():
+            with untouched(self._module, self.device), eager, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
         finally:
@@ -195,7 +195,7 @@ class TinyForwards:
 
     def tensor(self, values: np.ndarray, batch: int) -> torch.Tensor:
         """Values of tokens as [batch, tokens of a row] on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).view(batch, -1).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(values)).view(batch, -1).to(self.device)
 
     def _call(self, seen: Seen, training: bool) -> None:
         """Calls the whole module, as training does. What is around the decoder may want more than token ids, or a loss
@@ -208,8 +208,8 @@ class TinyForwards:
             if not all(p.is_floating_point() for p in module.parameters(recurse=False)):
                 module.training = True
         torch.default_generator.manual_seed(_SEED)
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).manual_seed(_SEED)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(_SEED)
         ids = self.tensor(seen.ids, seen.batch)
         try:
             self._module(input_ids=ids)
@@ -291,17 +291,3 @@ class _Plan:
             before = self._before[index]
             k, v = torch.cat([before.k[: self._begins], k]), torch.cat([before.v[: self._begins], v])
         return ReferenceKernel().forward(q, k, v, self._tasks, spec)
-
-
-def _layers_and_parts(base: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The largest modules that have one attention module each, and what they consist of."""
-    attention = set(modules)
-    found: dict[nn.Module, None] = {}
-    done: set[nn.Module] = set()
-    for module in base.modules():  # parents come before their children
-        mine = attention & set(module.modules())
-        called = module is not base and not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if len(mine) == 1 and called and not mine <= done:
-            done |= mine
-            found.update(dict.fromkeys([*(m for m in module.children() if any(True for _ in m.parameters())), module]))
-    return list(found)

@@ -72,6 +72,7 @@ _BOTH_KINDS = ["sliding_attention", "full_attention"]
 
 #: By model type: what the names of its numbers do not tell.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": dict(attn_layer_indices=[1]),
     "blt": dict(encoder_hash_byte_group_size=[3, 4], encoder_hash_byte_group_vocab=VOCABULARY),
     "cohere_compass_text": dict(
         layer_types=_BOTH_KINDS,
@@ -109,8 +110,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": dict(per_layer_config={1: {"head_dim": 2 * _HEAD_DIM}}),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "laguna": dict(num_attention_heads_per_layer=[_HEADS, 2 * _HEADS]),
     "mamba2": dict(num_heads=2 * _HIDDEN // _HEAD_DIM),
+    "minimax": dict(sliding_window=None),
     "minimax_m3_vl_text": dict(
         layer_types=["full_attention", "minimax_m3_sparse"], index_block_size=4, index_topk_blocks=2
     ),
@@ -344,6 +348,6 @@ def features(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
         found.append("sinks")
     if any("experts" in name for name in names):
         found.append("experts")
-    if config.tie_word_embeddings:
+    if getattr(config, "tie_word_embeddings", False):
         found.append("tied embeddings")
     return ", ".join(found)

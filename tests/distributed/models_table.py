@@ -19,7 +19,8 @@ PARTS = 4
 _TEXT = """# Models
 
 All {count} model types of transformers' causal decoders (`MODEL_FOR_CAUSAL_LM_MAPPING` of transformers {version}) were
-tried: {exact_count} are exact, {refused_count} are refused by an error, {absent_count} cannot be tried.
+tried: {exact_count} are exact, {alone_count} of them with one document a row,
+{refused_count} are refused by an error, {absent_count} cannot be tried.
 `python -m tests.distributed.models_table` makes this page, and a test fails when it no longer says what is found.
 
 ## Exact
@@ -31,6 +32,27 @@ equal those of each document run alone in one process by the model's own attenti
 loss is a mean over a rank's tokens, and equals the model's own on the same rows padded.
 
 {exact}
+
+## Exact with one document a row
+
+Something beside core attention passes through a document here: a convolution, a recurrent state, a count of places
+that position ids do not change. So a document must be whole on a rank, in a row of its own, with padding behind it.
+There the loss, all gradients and a router loss are exact as above, and attention tasks move as ever. The other three
+ways are an error on every rank.
+
+{alone}
+
+### Hybrid models
+
+- Give one document a row, padded on the right, as transformers' `DataCollatorForSeq2Seq` does with `padding_side`
+  "right". Padding is computed, too: sort documents by length.
+- transformers' own torch code keeps no packed documents apart, and raises an error where it is told of borders. Its
+  kernels do: `causal-conv1d`, with `flash-linear-attention` (gated delta nets, KDA) or `mamba-ssm` (Mamba 2). Where
+  they are installed, the plugin tries whether packed rows are exact when it hands on `seq_idx` and `cu_seq_lens_q`. If
+  so a batch may also be one packed row, described in any way (`PackedSequenceCollator`, or `GlobalPackedLoader` with
+  `placement="whole"`). This was run with stand-ins for the kernels (`tests/distributed/test_hybrids.py`), not with
+  themselves.
+- `"overlap": "ping_pong"` is refused, since the second half of a row would begin without a state.
 
 ## Refused
 
@@ -45,10 +67,11 @@ anything is trained. `"enabled": false` in the `distca` block runs such a model 
 
 ## Models that are not in these tables
 
-Every model is tried on a few tiny documents when `deepspeed.initialize` is called: what it makes of a packed document
-must be what it makes of the document alone. Its first forward is looked at, too: each of its attention modules must
-call the interface once, with the window it was planned with, and the mask that transformers would have built for it
-must be causal attention inside documents with that very window. What differs is refused.
+Every model is tried on a few tiny documents when `deepspeed.initialize` is called: what it makes of a packed document,
+or at least of one before padding, must be what it makes of the document alone. Its first forward is looked at, too:
+each of its attention modules must call the interface once, with the window it was planned with, and the mask that
+transformers would have built for it must be causal attention inside documents with that very window. What differs is
+refused.
 
 Also refused, on every rank: attention dropout, `output_attentions` in training, a KV cache in training, masks of three
 and more dimensions, multi-axis position ids. Evaluation without a packed batch, `generate()` and KV caches go the
@@ -110,7 +133,7 @@ def _reason(message: str, cls: str) -> str:
 
 def page(results: list[dict[str, Any]]) -> str:
     """The text of docs/models.md."""
-    exact = ["| model | class | features |", "|---|---|---|"]
+    exact, alone = (["| model | class | features |", "|---|---|---|"] for _ in range(2))
     refused: dict[str, list[str]] = {}
     absent: dict[str, list[str]] = {}
     for found in results:
@@ -126,8 +149,10 @@ def page(results: list[dict[str, Any]]) -> str:
         if ways:
             notes = [found["features"]] if found["features"] else []
             notes += ["router loss"] * ("router loss" in ways)
-            notes += [f"refused: {way}" for way in found["ways"] if way not in ways]
-            exact.append(f"| {name} | `{found['class']}` | {', '.join(notes)} |")
+            table = alone if [way for way in ways if way != "router loss"] == ["padded right"] else exact
+            if table is exact:
+                notes += [f"refused: {way}" for way in found["ways"] if way not in ways]
+            table.append(f"| {name} | `{found['class']}` | {', '.join(notes)} |")
         if refusals and not ways:
             refused.setdefault(_reason(refusals[0], found["class"]), []).append(name)
     tables = []
@@ -138,12 +163,14 @@ def page(results: list[dict[str, Any]]) -> str:
     return _TEXT.format(
         version=".".join(transformers.__version__.split(".")[:2]),
         count=len(model_families.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        exact_count=_types(row.split(" | ")[0][2:] for row in exact[2:]),
+        exact_count=_types(row.split(" | ")[0][2:] for row in [*exact[2:], *alone[2:]]),
+        alone_count=_types(row.split(" | ")[0][2:] for row in alone[2:]),
         refused_count=_types(name for names in refused.values() for name in names),
         absent_count=_types(name for names in absent.values() for name in names),
         window=model_families.WINDOW,
         bound=BOUND,
         exact="\n".join(exact),
+        alone="\n".join(alone),
         refused=tables[0],
         absent=tables[1],
     )

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from deepspeed_distca import Layout
+from deepspeed_distca import Layout, LayoutError
+from deepspeed_distca.attention_server.coordination.agreement import AgreementError
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.huggingface.adapter import UnsupportedModelError, attention_modules, attention_windows
 from tests.distributed import model_families
@@ -104,7 +105,7 @@ def sweep_one(name: str) -> dict[str, Any]:
     for way, batch in batches(documents, dist.get_rank(), shifted):
         try:
             loss = engine(**batch).loss
-        except UnsupportedModelError as error:
+        except (UnsupportedModelError, LayoutError, AgreementError) as error:
             found["ways"][way] = _refusal(model, error)
             continue
         engine.backward(loss)
@@ -119,8 +120,9 @@ def sweep_one(name: str) -> dict[str, Any]:
             "parameter": parameter,
             "bytes_moved": engine.distca.stats.bytes_moved,
         }
-    if "refused" not in found["ways"]["packed"] and _ROUTER in inspect.signature(model.forward).parameters:
-        found["ways"] |= _router_loss(engine, plain, documents)
+    exact = [way for way, outcome in found["ways"].items() if "refused" not in outcome]
+    if exact and _ROUTER in inspect.signature(model.forward).parameters:
+        found["ways"] |= _router_loss(engine, plain, documents, exact)
     engine.distca.detach()  # its threads, too, which watch the other rank
     return found
 
@@ -136,7 +138,9 @@ def _wants_shifted_labels(plain: nn.Module, tokens: list[int]) -> bool:
     return bool((out.loss - same).abs() < (out.loss - following).abs())
 
 
-def _router_loss(engine: deepspeed.DeepSpeedEngine, plain: nn.Module, documents: dict[int, list[int]]) -> dict:
+def _router_loss(
+    engine: deepspeed.DeepSpeedEngine, plain: nn.Module, documents: dict[int, list[int]], exact: list[str]
+) -> dict:
     """How far the auxiliary loss of experts, a mean over a rank's tokens, is off the model's own on rows padded on the
     right; nothing for a model that has none."""
     ways = dict(batches(documents, dist.get_rank(), shifted=False))
@@ -146,7 +150,7 @@ def _router_loss(engine: deepspeed.DeepSpeedEngine, plain: nn.Module, documents:
     except (AttributeError, TypeError):  # some models of some versions fail at their own
         return {}
     worst = 0.0
-    for batch in ways.values():
+    for batch in (batch for way, batch in ways.items() if way in exact):
         out = engine(**batch, **{_ROUTER: True})
         engine.backward(out.loss)
         engine.step()

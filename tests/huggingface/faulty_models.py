@@ -217,3 +217,12 @@ FAULTS: dict[str, tuple[Callable[[], LlamaForCausalLM], str]] = {
     "targets of other documents": (lambda: llama(TwoAhead), "loss of a document's targets"),
     "an error": (lambda: llama(Raising), "KeyError.*`distca.advanced.probe`"),
 }
+#: Of these, what is no fault as long as a row holds one document, and padding behind it.
+FINE_ALONE = {
+    "a convolution",
+    "a running sum",
+    "a row's first token",
+    "no position ids",
+    "no position ids, by its signature",
+    "positions from elsewhere",
+}

@@ -14,7 +14,8 @@ from deepspeed_distca.huggingface.attention_function import UnsupportedModelErro
 from deepspeed_distca.huggingface.contract import find_contract
 from deepspeed_distca.huggingface.decoders import attention_modules
 from tests.distributed.engine_worker import ds_config
-from tests.huggingface.faulty_models import Convolution, in_a_layer, llama
+from tests.distributed.model_families import build
+from tests.huggingface.faulty_models import in_a_layer, llama
 
 
 def engine_of(model):
@@ -47,11 +48,18 @@ def run() -> dict:
     found = contract_of(engine)
     partitioned = all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in engine.module.parameters())
     try:
-        contract_of(engine_of(in_a_layer(Convolution())))
+        contract_of(engine_of(in_a_layer(lambda x: x.roll(1, 1))))
         refused = "not refused"
     except UnsupportedModelError as error:
         refused = str(error)
+    # Its convolution raises where it is told of borders, in the middle of a forward.
+    hybrid = engine_of(build("lfm2", {}))
+    told = contract_of(hybrid)
     return {
+        "hybrid": (told.rows, told.why),
+        "hybrid partitioned": all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in hybrid.module.parameters()),
+        "hybrid plain": train(engine_of(build("lfm2", {}))),
+        "hybrid probed": train(hybrid),
         "contract": list(astuple(found)),
         "partitioned": partitioned,
         "plain": plain,

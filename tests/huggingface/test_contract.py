@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -33,7 +35,9 @@ from transformers import (
 from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
 from deepspeed_distca.huggingface.contract import Contract, find_contract
 from deepspeed_distca.huggingface.decoders import attention_modules
+from deepspeed_distca.huggingface.ping_pong import PingPong
 from tests.distributed.harness import run_ranks
+from tests.distributed.model_families import build
 from tests.huggingface.faulty_models import SIZES, llama
 from tests.huggingface.test_row_rope import LIMIT, dynamic, longrope
 
@@ -190,28 +194,44 @@ def contract_of(model: PreTrainedModel, probe: bool = True) -> Contract:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_found_by_running_it(kind):
-    build, expected = KINDS[kind]
+    make, expected = KINDS[kind]
     torch.manual_seed(0)
-    model = build()
+    model = make()
     settings = model.config.to_dict()
     assert contract_of(model) == expected
     assert contract_of(model.bfloat16()) == expected
     assert model.config.to_dict() == settings
 
 
-REFUSED = {
+#: A model, and what is found with several documents in a row.
+ALONE = {
     "MBart": (mbart, "position_ids"),
     "RoBERTa": (lambda: RobertaForCausalLM(RobertaConfig(**BERT)), "position_ids"),
+    "convolutions": (lambda: build("lfm2", {}), "Install `causal.conv1d`"),
+    "a gated delta net": (lambda: build("qwen3_next", {}), "Install `causal.conv1d`"),
+    "Mamba 2": (lambda: build("falcon_h1", {}), "Install `mamba.ssm`"),
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_positions_that_cannot_be_given_are_refused(kind):
-    build, says = REFUSED[kind]
-    model = build()
-    with pytest.raises(UnsupportedModelError, match=says) as error:
-        contract_of(model)
-    assert type(model).__name__ in str(error.value) and model.config.model_type in str(error.value)
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_document_a_row_where_several_are_not_exact(kind):
+    make, says = ALONE[kind]
+    model = make()
+    found = contract_of(model)
+    assert found.rows == "alone" and re.search(says, found.why)
+    assert type(model).__name__ in found.name and model.config.model_type in found.name
+    assert contract_of(model.bfloat16()) == found
+
+
+def test_a_state_cannot_go_on_in_the_second_half_of_a_row():
+    model = build("lfm2", {})
+    with pytest.raises(UnsupportedModelError, match="Lfm2ForCausalLM.*second half.*local_first"):
+        PingPong(model, attention_modules(model), Contract(rows="alone"))
+
+
+def test_without_the_probe_other_mixers_are_refused_by_their_names():
+    with pytest.raises(UnsupportedModelError, match="Lfm2ForCausalLM.*layers of kind conv.*probe"):
+        contract_of(build("lfm2", {}), probe=False)
 
 
 def test_without_the_probe_only_rotary_embeddings_are_asked():
@@ -225,7 +245,10 @@ def test_partitioned_parameters_and_the_training_after_it():
     """Ranks of ZeRO-3 find the same, and train on as if nothing had been."""
     ranks = run_ranks("tests.huggingface.probe_worker:run", 2)
     for found in ranks:
-        assert found["contract"] == ["next", True, "num_items_in_batch", True, False, None]
+        assert found["contract"][:7] == ["next", True, "num_items_in_batch", True, False, None, "packed"]
         assert found["refused"] == ranks[0]["refused"] and "passes between tokens" in found["refused"]
         assert found["partitioned"]
         assert found["probed"] == found["plain"] and len(set(found["plain"])) == len(found["plain"])
+        rows, why = found["hybrid"]
+        assert rows == "alone" and "Install" in why and found["hybrid partitioned"]
+        assert found["hybrid probed"] == found["hybrid plain"]

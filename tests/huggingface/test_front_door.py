@@ -251,6 +251,36 @@ def test_what_a_model_cannot_do_is_refused_by_document():
     assert come_in(Contract(whole_rows=True), **classes).micro_batch.targets == 0
 
 
+ROWS = {"input_ids": IDS.view(2, 5), "labels": LABELS.view(2, 5)}
+PADDED = {"attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])}
+
+
+@pytest.mark.parametrize("description", DESCRIPTIONS)
+def test_documents_that_may_not_share_a_row(description):
+    alone, told = (Contract(rows=rows, why="it leaks", name="Mixer") for rows in ("alone", "told"))
+    with pytest.raises(LayoutError, match="row 0 holds several documents.*Mixer.*padded on the right.*it leaks"):
+        come_in(alone, **DESCRIPTIONS[description])
+    # Where it is told of borders, positions from 0 are given beside them.
+    admitted = come_in(told, **DESCRIPTIONS[description])
+    assert lengths(admitted) == LENGTHS and admitted.arguments["position_ids"].tolist() == [[0, 1, 2, 0, *range(6)]]
+
+
+def test_a_document_a_row_with_padding_behind_it():
+    for rows in ("alone", "told"):
+        contract = Contract(rows=rows, name="Mixer")
+        admitted = come_in(contract, **ROWS, **PADDED)
+        assert lengths(admitted) == [5, 5] and admitted.arguments["attention_mask"] is not None
+        left = {"attention_mask": PADDED["attention_mask"].flip(1)}
+        with pytest.raises(LayoutError, match="row 0 holds several documents, or padding before one.*Mixer"):
+            come_in(contract, **ROWS, **left)
+        with pytest.raises(LayoutError, match="row 1 holds several.*Mixer"):
+            come_in(contract, **ROWS, cu_seqlens=[0, 5, 7, 10])
+    # A model that counts places itself counts from another number, maybe.
+    positions = {"position_ids": torch.arange(5).expand(2, 5)}
+    assert "position_ids" in come_in(**ROWS, **positions).arguments
+    assert "position_ids" not in come_in(Contract(rows="alone"), **ROWS, **positions).arguments
+
+
 def test_a_layout_of_several_ranks():
     shared = Layout.from_ranks([[(0, 0, 6), (1, 0, 4)], [(1, 4, 3)]])
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
@@ -275,6 +305,9 @@ def test_a_layout_of_several_ranks():
         admit(given, Contract(), place=(0, 1))
     with pytest.raises(LayoutError, match="takes no position ids"):
         admit(given, Contract(takes_positions=False), place=(0, 2))
+    for rows in ("alone", "told"):
+        with pytest.raises(LayoutError, match='continues on other ranks, but in Mixer .*placement="whole"'):
+            admit(given, Contract(rows=rows, name="Mixer"), place=(0, 2))
 
 
 def test_positions_that_rise_from_one_document_into_a_piece_of_another():

@@ -17,7 +17,7 @@ from deepspeed_distca.huggingface.attention_function import UnsupportedModelErro
 from deepspeed_distca.huggingface.attention_names import AttentionNames
 from deepspeed_distca.huggingface.contract import Contract, find_contract
 from deepspeed_distca.huggingface.decoders import attention_modules
-from tests.huggingface.faulty_models import FAULTS, SIZES, in_a_layer, llama
+from tests.huggingface.faulty_models import FAULTS, FINE_ALONE, SIZES, in_a_layer, llama
 
 CPU = torch.device("cpu")
 
@@ -28,9 +28,13 @@ def contract_of(model: LlamaForCausalLM, module: nn.Module | None = None, probe:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_refused_by_what_it_does(fault, dtype):
+def test_found_by_what_it_does(fault, dtype):
     build, says = FAULTS[fault]
     model = build().to(dtype)
+    if fault in FINE_ALONE:
+        found = contract_of(model)
+        assert found.rows == "alone" and says in found.why and found.name == f"{type(model).__name__} (llama)"
+        return
     with pytest.raises(UnsupportedModelError, match=says) as error:
         contract_of(model)
     if fault != "arguments that do not reach attention":

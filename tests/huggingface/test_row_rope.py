@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
+from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.ping_pong import PingPong
 from deepspeed_distca.huggingface.row_rope import RowRope, longest_document, row_rules
 
@@ -198,4 +199,4 @@ def test_inside_layers_two_sets_are_refused():
 def test_halves_of_a_row_would_not_share_it(model):
     model = model()
     with pytest.raises(UnsupportedModelError, match="longest position"):
-        PingPong(model, [layer.self_attn for layer in model.model.layers])
+        PingPong(model, [layer.self_attn for layer in model.model.layers], Contract())

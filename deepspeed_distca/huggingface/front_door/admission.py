@@ -181,7 +181,9 @@ def _check_documents(
     contract: Contract,
 ) -> None:
     """What this model cannot do exactly with documents as they are."""
-    if not contract.takes_positions and (whole != mine[:, LENGTH]).any():
+    if contract.rows != "packed":
+        _check_rows(mine, whole, rows, tokens, contract)
+    elif not contract.takes_positions and (whole != mine[:, LENGTH]).any():
         raise LayoutError(
             "a document continues on other ranks, but this model takes no position ids, so it cannot know where a "
             "piece of a document stands; give each rank whole documents"
@@ -205,6 +207,31 @@ def _check_documents(
             )
 
 
+def _check_rows(mine: np.ndarray, whole: np.ndarray, rows: int, tokens: int, contract: Contract) -> None:
+    """Of a model in which something beside core attention passes through a document."""
+    if (whole != mine[:, LENGTH]).any():
+        raise LayoutError(
+            f"a document continues on other ranks, but in {contract.name} something beside core attention passes "
+            "through a document and stays on its rank, such as a convolution, a recurrent state or a count of places; "
+            'give each rank whole documents (GlobalPackedLoader: placement="whole")'
+        )
+    if len(mine) == rows or (contract.rows == "told" and rows == 1):
+        return  # padding behind a document belongs to it
+    starts = np.cumsum(mine[:, LENGTH]) - mine[:, LENGTH]
+    of_row = np.bincount(starts // tokens)
+    row = int(np.flatnonzero(of_row > 1)[0])
+    what = f"row {row} holds several documents, or padding before one"
+    if contract.rows == "told":
+        raise LayoutError(
+            f"{what}, and the batch has {rows} rows; {contract.name} is told of borders in a single row only: give it "
+            "one row of all documents, or one document a row, padded on the right"
+        )
+    raise LayoutError(
+        f"{what}; {contract.name} is exact with one document a row only, padded on the right, because with several "
+        f"{contract.why}"
+    )
+
+
 def stand_in(arguments: Mapping[str, Any], token: int = 0) -> dict[str, Any]:
     """One token, without a target, in a batch that has none: HuggingFace models cannot run without."""
     if all(shape_of(arguments)):
@@ -223,6 +250,9 @@ def _with_positions(
     """The arguments with positions from 0 in every document, where none were given and the model's own count, along a
     row, would be another."""
     positions = arguments.get("position_ids")
+    if contract.rows == "alone" and positions is not None and np.ndim(positions) < 3:
+        # They count from 0 in every row, as the model does itself, if not from another number.
+        return {key: value for key, value in arguments.items() if key != "position_ids"}
     if positions is not None:
         if torch.is_tensor(positions) and positions.ndim == 1:
             arguments = {**arguments, "position_ids": positions[None]}

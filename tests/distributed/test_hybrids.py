@@ -38,6 +38,14 @@ def test_what_they_are_not_told_is_refused_on_both_ranks(found, name):
         assert "told of borders in a single row only" in ways["padded left"]["refused"]
 
 
+def test_a_document_a_row_under_zero_3_with_recomputed_layers():
+    """Here without the kernels. Rows moved as well."""
+    for rank in run_ranks(
+        "tests.distributed.hybrids_worker:partitioned", 2, names=["lfm2", "qwen3_5_text", "falcon_h1"]
+    ):
+        assert max(rank.values()) <= models_table.BOUND, rank
+
+
 def test_the_stand_ins_compute_what_transformers_does_without_kernels():
     torch.manual_seed(0)
     conv = inspect.unwrap(modeling_qwen3_next.causal_conv1d_fn)

@@ -160,19 +160,15 @@ def predict(
 
 
 def training_options(config: Mapping[str, Any], ranks: int = 1, node_size: int | None = None) -> PlanOptions:
-    """With which a GPU plans when the `distca` block says nothing about it but the size of a node.
+    """With which a GPU plans when the `distca` block says nothing about it.
 
     Args:
         config: the model's.
         ranks: that share attention.
     """
-    sizes, given = SimpleNamespace(**(config.get("text_config") or config)), parse_config(block_of(node_size))
-    return plan_options(given, torch.device("cuda"), sizes, servers=range(ranks))
-
-
-def block_of(node_size: int | None) -> dict[str, Any]:
-    """The `distca` block of a run."""
-    return {"enabled": True} if node_size is None else {"enabled": True, "advanced": {"node_size": node_size}}
+    sizes = SimpleNamespace(**(config.get("text_config") or config))
+    machines = {rank: str(rank // (node_size or ranks)) for rank in range(ranks)}
+    return plan_options(parse_config({}), torch.device("cuda"), sizes, servers=machines)
 
 
 def micro_batches(lengths: np.ndarray, ranks: int, tokens: int, count: int, seed: int) -> Iterator[Layout]:
@@ -294,7 +290,6 @@ def advise(
         why = f"leave it out: {gain}, there is little to gain"
     else:
         why = f"leave it out: {gain}, but moving rows costs as much; more than {tokens} tokens a rank may change that"
-    nodes = options.topology
     return Advice(
         _describe(lengths),
         len(found),
@@ -306,8 +301,8 @@ def advise(
         sum(p.moves for p in found) / len(found),
         bool(pays),
         why,
-        _NODES if ranks > NODE and nodes is None else "",
-        {"distca": block_of(None if nodes is None else nodes.nodes.count(0))} if pays else {},
+        _NODES if ranks > NODE and options.nodes is None else "",
+        {"distca": {"enabled": True}} if pays else {},
     )
 
 

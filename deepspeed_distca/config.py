@@ -64,9 +64,9 @@ class AdvancedConfig(_Options):
     balance. It is raised only where ranks of weight 0 leave no other way. Left out: no cap. """
 
     node_size: int | None = Field(default=None, ge=1)
-    """ GPUs of a node, where attention is shared by ranks of several nodes: rows then go to servers of their own node
-    first, and bytes that cross nodes are priced by what a NIC carries (50 GB/s). Not with pipelines. Left out: links
-    between nodes are taken to be as fast as those within. """
+    """ GPUs of a node, where that is not what ranks find out: those on one machine are a node. Rows go to servers of
+    their own node first, and bytes that cross nodes are priced by what a NIC carries (the cost model says how much).
+    Pipelines know no nodes, and refuse the key. """
 
     probe: bool = True
     """ Run the model on two handfuls of tiny documents when the engine is made, and refuse it where one document

@@ -18,7 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedModel
 
 from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
-from deepspeed_distca.attention_server.coordination.hello import Meeting
+from deepspeed_distca.attention_server.coordination.hello import Meeting, machine
 from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.kernels import KernelError
 from deepspeed_distca.attention_server.phase_planner import MicroBatchPlanner
@@ -127,7 +127,8 @@ class Runtime:
             "the number of data-parallel ranks": len(ranks),
         }
         choice = own_cost_model(config, heads, device=engine.device, dtype=dtype, window=windows[0])
-        return PreparedDecoder(decoder, modules, windows, heads, choice, same, {"ranks": ranks, **cost_to_say(choice)})
+        own = {"ranks": ranks, "machine": machine(), **cost_to_say(choice)}
+        return PreparedDecoder(decoder, modules, windows, heads, choice, same, own)
 
     def _set_up(
         self, engine: DeepSpeedEngine, config: DistCAConfig, prepared: PreparedDecoder, meeting: Meeting
@@ -148,9 +149,9 @@ class Runtime:
         self.place = mine.index(dist.get_rank()) % servers, servers
         weights = weights_of_servers(config.advanced.server_weights, len(mine), servers, mine.index(dist.get_rank()))
         own_servers = next(group for group in server_groups if dist.get_rank() in group)
-        options = plan_options(
-            config, engine.device, decoder.config.get_text_config(), weights, own_servers, self._shards
-        )
+        machines = {rank: meeting.hellos[rank].own["machine"] for rank in own_servers}
+        text_config = decoder.config.get_text_config()
+        options = plan_options(config, engine.device, text_config, weights, machines, self._shards)
         nano_batches = _nano_batches(config, servers, len(mine))
         built = build_server(
             engine,

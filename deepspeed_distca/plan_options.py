@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ def plan_options(
     device: torch.device,
     model: Any,
     weights: tuple[int, ...] | None = None,
-    servers: Sequence[int] = (),
+    servers: Mapping[int, str] | None = None,
     shards: int = 1,
 ) -> PlanOptions:
     """Options of planning, the same on every rank but for the weights and the topology.
@@ -28,7 +28,7 @@ def plan_options(
     Args:
         model: the decoder's HuggingFace configuration.
         weights: of this rank's servers.
-        servers: their ranks, by which nodes are known.
+        servers: by rank, the machine of each.
         shards: ranks among which a layer's linear work is divided (tensor parallelism).
     """
     advanced = config.advanced
@@ -42,8 +42,12 @@ def plan_options(
         weights,
         min_gain,
         linear_flops(model) // shards,
-        None if advanced.node_size is None else Topology.of_size(advanced.node_size, servers),
+        _topology(advanced.node_size, servers or {}),
     )
+
+
+def _topology(node_size: int | None, servers: Mapping[int, str]) -> Topology:
+    return Topology.of(servers.values()) if node_size is None else Topology.of_size(node_size, list(servers))
 
 
 def weights_of_servers(given: Sequence[int] | None, ranks: int, servers: int, rank: int) -> tuple[int, ...] | None:

@@ -64,7 +64,7 @@ def test_the_text_says_what_to_do(advise) -> None:
     assert status == 0 and "use it" in out and '"distca": {"enabled": true}' in out and "node" not in out
     assert "--node-size was not given" in advise(UNEVEN * 4, ranks=16)[1]
     near, far = (json.loads(advise(UNEVEN * 4, "--json", *more, ranks=16)[1]) for more in ((), ("--node-size", "8")))
-    assert far["block"] == {"distca": {"enabled": True, "advanced": {"node_size": 8}}} and far["note"] == ""
+    assert far["block"] == {"distca": {"enabled": True}} and far["note"] == ""
     assert near["plugin_ms"][0] <= far["plugin_ms"][0] <= far["plain_ms"][0]
     out = advise([8192, *[512] * 16] * 6, "--checkpointing", tokens=8192)[1]
     assert "leave it out" in out and "ds_config.json" not in out

@@ -61,9 +61,13 @@ def test_the_default_is_the_devices(block, on_cpu, on_gpu) -> None:
 
 def test_servers_are_in_the_nodes_of_their_ranks() -> None:
     model, given = LlamaConfig(**SIZES), parse_config({"advanced": {"node_size": 4}})
-    assert plan_options(parse_config({}), GPU, model, servers=range(8)).topology is None
     for servers, nodes in ((range(8), (0,) * 4 + (1,) * 4), (range(6, 12), (0, 0, 1, 1, 1, 1)), ([8, 9], (0, 0))):
-        assert plan_options(given, GPU, model, servers=servers).topology.nodes == nodes
+        machines = dict.fromkeys(servers, "one")
+        assert plan_options(given, GPU, model, servers=machines).topology.nodes == nodes
+        assert plan_options(parse_config({}), GPU, model, servers=machines).nodes is None
+    machines = dict(zip(range(6), "xxyyzx", strict=True))
+    assert plan_options(parse_config({}), GPU, model, servers=machines).nodes.nodes == (0, 0, 1, 1, 2, 0)
+    assert plan_options(parse_config({}), GPU, model).nodes is None
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -120,10 +120,11 @@ def _find_documents(feature: Mapping[str, Any], ids: np.ndarray) -> list[tuple[i
     layout = feature.get("layout")
     if not said and layout is None:  # as most documents come
         return [(start, start + tokens) for start in range(0, ids.size, tokens)] if tokens else []
-    if np.ndim(said.get("position_ids")) > 2:
+    shape = np.shape(said.get("position_ids", 0))
+    if len(shape) > 2:
         raise ValueError(
-            f"position_ids has shape {list(np.shape(said['position_ids']))}; multi-axis position ids are not packed: "
-            f"pass one position for each token, of shape {list(ids.shape)}"
+            f"position_ids has shape {list(shape)}; multi-axis position ids are not packed: pass one position for "
+            f"each token, of shape {list(ids.shape)}"
         )
     claim = None
     if layout is not None:

@@ -36,7 +36,7 @@ def fields(params: Any) -> dict[str, Any]:
             f"{NAME}.local_cp_size is {params.local_cp_size}: documents cut for context parallelism; give each rank "
             "whole documents, or a layout"
         )
-    found = {key: getattr(params, key.partition(".")[2], None) for key in (*LENGTHS, *SPACES)}
+    found: dict[str, Any] = {key: getattr(params, key.partition(".")[2], None) for key in (*LENGTHS, *SPACES)}
     found = {key: value for key, value in found.items() if value is not None}
     if not any(key in found for key in LENGTHS):
         raise LayoutError(

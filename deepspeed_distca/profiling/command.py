@@ -14,17 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed_distca.attention_server.coordination.hello import machine
 from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange, exchange_group
 from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
 from deepspeed_distca.attention_server.setting import DTYPES, setting_of
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
-from deepspeed_distca.profiling.link import measure_link, sizes_for
+from deepspeed_distca.profiling.link import measure_link, partners_of, sizes_for
 from deepspeed_distca.profiling.measure import KernelBench, Measured, limits_for, limits_of, measure
 from deepspeed_distca.profiling.moving import Moves, measure_moving
 from deepspeed_distca.profiling.report import print_result
-from deepspeed_distca.profiling.result import Link, Result, build
+from deepspeed_distca.profiling.result import LINKS, Link, Links, Result, build
 from deepspeed_distca.profiling.shapes import Limits, fitting_shapes, held_out_shapes, smallest_shape
 from deepspeed_distca.scheduler.cost_model import PHASES
 from deepspeed_distca.scheduler.heads import Heads
@@ -54,9 +55,10 @@ def profile(arguments: argparse.Namespace) -> int:
     budget = arguments.budget_seconds or (_QUICK_BUDGET if arguments.quick else 30.0)
     path = _destination(arguments.save)
     kernel = _kernel(arguments.kernel, heads, dtype, device, windows)
-    link = moves = None
+    links: Links = {}
+    moves = None
     if ranks > 1:
-        link, moves = _measure_exchange(device, kernel, heads, dtype, arguments.quick)
+        links, moves = _measure_exchange(device, kernel, heads, dtype, arguments.quick)
         if int(os.environ["RANK"]) != 0:
             return 0
     torch.manual_seed(0)
@@ -65,7 +67,7 @@ def profile(arguments: argparse.Namespace) -> int:
             limits = limits_of(arguments.tokens, 128 if device.type == "cuda" else 16, heads)
         else:
             limits = limits_for(kernel, heads, dtype, device, windows, budget, arguments.quick)
-        result = _profile_kernel(kernel, heads, dtype, device, limits, windows, budget, link, moves)
+        result = _profile_kernel(kernel, heads, dtype, device, limits, windows, budget, links, moves)
     except ValueError as error:  # KernelError among them
         raise ProfileUsageError(str(error)) from error
 
@@ -90,7 +92,7 @@ def _profile_kernel(
     limits: Limits,
     windows: list[int | None],
     budget: float,
-    link: Link | None,
+    links: Links,
     moves: Moves | None,
 ) -> Result:
     fitting = [shape for window in windows for shape in fitting_shapes(limits, window)]
@@ -110,14 +112,14 @@ def _profile_kernel(
     n = len(fitting)
     smallest = {phase: everything.seconds[phase][-1] for phase in PHASES}
     return build(
-        setting_of(device, dtype, kernel.name), heads, part(slice(n)), part(slice(n, -1)), smallest, link, moves,
+        setting_of(device, dtype, kernel.name), heads, part(slice(n)), part(slice(n, -1)), smallest, links, moves,
         _about(kernel, windows),
     )  # fmt: skip
 
 
 def _measure_exchange(
     device: torch.device, kernel: Kernel, heads: Heads, dtype: torch.dtype, quick: bool
-) -> tuple[Link, Moves]:
+) -> tuple[Links, Moves]:
     """Collective over all processes that the launcher started; the process group is gone afterwards."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
     try:
@@ -125,11 +127,16 @@ def _measure_exchange(
         group = exchange_group([list(range(world))], device, _TIMEOUT)
         plain = PeerToPeerExchange(group)
         sizes, unseen = sizes_for(device, quick)
-        seconds = measure_link(plain, device, [*sizes, *unseen])
-        link = Link(world, sizes, seconds[: len(sizes)], unseen, seconds[len(sizes) :])
+        machines: list[str] = [""] * world
+        dist.all_gather_object(machines, machine())
+        links: Links = {}
+        for kind, partners in zip(LINKS, partners_of(machines), strict=True):
+            if partners:
+                seconds = measure_link(plain, device, [*sizes, *unseen], partners)
+                links[kind] = Link(len(partners), sizes, seconds[: len(sizes)], unseen, seconds[len(sizes) :])
         # As in training.
         exchange = make_exchange(None, group, device, timeout=_TIMEOUT.total_seconds(), staging_mib=_STAGING_MIB)
-        return link, measure_moving(exchange, kernel, heads, device, dtype, rounds=5 if quick else 15)
+        return links, measure_moving(exchange, kernel, heads, device, dtype, rounds=5 if quick else 15)
     finally:
         dist.destroy_process_group()
 

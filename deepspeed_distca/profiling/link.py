@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -29,24 +29,30 @@ def sizes_for(device: torch.device, quick: bool) -> tuple[list[int], list[int]]:
 
 
 def measure_link(
-    exchange: PeerToPeerExchange, device: torch.device, sizes: Sequence[int], repeats: int = 9
+    exchange: PeerToPeerExchange,
+    device: torch.device,
+    sizes: Sequence[int],
+    partners: Mapping[int, int],
+    repeats: int = 9,
 ) -> list[float]:
-    """Seconds in which every rank sends so many bytes to one rank and receives as many from another, at once; the
-    slowest rank's median. Partners are half the group apart: on other nodes where there are several. Collective.
+    """Seconds in which ranks send so many bytes to one rank and receive as many from another, all at once; the slowest
+    rank's median. Collective.
 
     Args:
         exchange: over at least two ranks, all of which call this.
         sizes: bytes each way.
+        partners: to whom each rank sends; whoever sends also receives.
     """
     group = exchange.group
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    to, source = (rank + world // 2) % world, (rank - world // 2) % world
+    rank = dist.get_rank(group)
+    sends = [partners[rank]] if rank in partners else []
+    receives = [source for source, to in partners.items() if to == rank]
     stopwatch = Stopwatch(device, torch.bfloat16)
     buffers = [torch.zeros(max(sizes), dtype=torch.uint8, device=device) for _ in range(2)]
     medians = []
     for size in sizes:
         out, into = (buffer[:size] for buffer in buffers)
-        transfer = partial(_transfer, exchange, [(to, out)], [(source, into)])
+        transfer = partial(_transfer, exchange, [(to, out) for to in sends], [(source, into) for source in receives])
         samples = []
         for _ in range(repeats + 2):
             meet(group, device)
@@ -55,6 +61,30 @@ def measure_link(
     slowest = torch.tensor(medians, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return slowest.tolist()
+
+
+def partners_of(machines: Sequence[str]) -> tuple[dict[int, int], dict[int, int]]:
+    """For each rank, given by its machine, another one half of its machine's ranks further on, and one on another
+    machine, half of all ranks further on or behind that. Ranks without such a one are left out.
+
+    Every machine but one with a single rank has the former; the latter there are where machines have equally many.
+    """
+    ranks = range(len(machines))
+    mates = {name: [r for r in ranks if machines[r] == name] for name in machines}
+    within = {
+        rank: own[(place + len(own) // 2) % len(own)]
+        for own in mates.values()
+        for place, rank in enumerate(own)
+        if len(own) > 1
+    }
+    if len({len(own) for own in mates.values()}) > 1 or len(mates) < 2:
+        return within, {}
+    rows = list(mates.values())  # of machines, whose ranks of one place exchange
+    half = len(rows) // 2
+    between = {
+        rank: rows[(row + half) % len(rows)][place] for row, own in enumerate(rows) for place, rank in enumerate(own)
+    }
+    return within, between
 
 
 def _transfer(exchange: PeerToPeerExchange, sends: Messages, receives: Messages) -> None:

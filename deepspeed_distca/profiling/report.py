@@ -6,7 +6,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from deepspeed_distca.profiling.result import Result
+from deepspeed_distca.profiling.result import LINKS, Result
 from deepspeed_distca.scheduler.cost_model import PHASES
 
 
@@ -50,8 +50,10 @@ def print_result(result: Result, console: Console) -> None:
         )
     console.print(table)
     console.print(f"smallest call {cost.launch / 1e9:.1f} us", highlight=False)
-    rate = f"{cost.bytes_per_second / 2**30:.1f} GiB/s each way, latency {cost.latency / 1e9:.1f} us"
-    console.print(f"exchange {rate}: {result.profile.about['exchange']}", highlight=False, soft_wrap=True)
+    for kind, (rate, latency) in LINKS.items():
+        link = f"{getattr(cost, rate) / 2**30:.1f} GiB/s each way, latency {getattr(cost, latency) / 1e9:.1f} us"
+        about = result.profile.about[f"exchange {kind}"]
+        console.print(f"exchange {kind} {link}: {about}", highlight=False, soft_wrap=True)
     table = Table(title="what moving rows costs beside the transfers")
     for name in ("phase", "layer, us", "message, us"):
         table.add_column(name, justify="left" if name == "phase" else "right")

@@ -20,6 +20,16 @@ from deepspeed_distca.scheduler.profiles import Profile, Setting
 # Calls that take less than so many times the shortest call are its latency more than their own work.
 _ABOVE_LATENCY = 1.5
 _FEWEST_CALLS = 12
+#: Kinds of links, and the names of the model's terms for their rate and latency.
+LINKS = {"within a node": ("bytes_per_second", "latency"), "between nodes": ("nic_bytes_per_second", "nic_latency")}
+_TO_MEASURE = {
+    "within a node": "start the command by torchrun with 2 ranks or more",
+    "between nodes": "start it on two nodes or more, with equally many ranks",
+}
+_DEFAULT_LINKS = {
+    "within a node": "the rate and the latency are the default ones, of two H200s over NVLink",
+    "between nodes": "the rate and the latency are the default ones, of a NIC of 50 GB/s",
+}
 _NOT_MOVED = "not measured (see exchange); the terms are the default ones, of two H200s"
 
 
@@ -40,6 +50,10 @@ class Link:
     held_out_seconds: Sequence[float]
 
 
+#: What is measured of each kind of links that there are.
+Links = dict[str, Link]
+
+
 @dataclass(frozen=True)
 class Prediction:
     """A call's measured and predicted seconds, by phase."""
@@ -56,14 +70,14 @@ class Result:
     Attributes:
         fitted, held_out: errors by phase.
         calls: predictions of the calls held out.
-        link: errors of the exchange's times, held out; None where it was not measured or not to any use.
+        links: errors of the exchange's times, held out, of each kind that was measured and is of use.
     """
 
     profile: Profile
     fitted: dict[Phase, PredictionError]
     held_out: dict[Phase, PredictionError]
     calls: list[Prediction]
-    link: PredictionError | None
+    links: dict[str, PredictionError]
 
 
 def build(
@@ -72,11 +86,11 @@ def build(
     fitting: Measured,
     held_out: Measured,
     smallest: Mapping[Phase, float],
-    link: Link | None,
+    links: Links,
     moves: Moves | None,
     about: Mapping[str, Any],
 ) -> Result:
-    """Fits a cost model. Without a link or moves it has the default terms.
+    """Fits a cost model. Without links or moves it has the default terms.
 
     Args:
         smallest: seconds of the smallest call in each phase.
@@ -100,19 +114,20 @@ def build(
         unseen[phase] = PredictionError.of(predicted[phase], np.array(held_out.seconds[phase]))
     # One floor for both phases; the smaller keeps its promise in each.
     model = CostModel(heads, phases["forward"], phases["backward"], launch=min(floors.values()))
-    link_error, exchange = None, "not measured (start the command by torchrun with 2 ranks or more)"
-    if link is not None:
+    link_errors, exchange = {}, {}
+    for kind, link in links.items():
         try:
-            rate, latency = fit_transfer(np.array(link.sizes), np.array(link.seconds))
+            fitted_link = fit_transfer(np.array(link.sizes), np.array(link.seconds))
         except ValueError as error:  # a link that others use too
-            exchange = f"not usable: {error}"
-        else:
-            model = replace(model, bytes_per_second=rate, latency=latency)
-            predictions = model.transfer_seconds(link.held_out_sizes)
-            link_error = PredictionError.of(predictions, np.array(link.held_out_seconds))
-            exchange = f"measured over {link.ranks} ranks; error of sizes held out: {link_error}"
-    if link_error is None:
-        exchange += "; the rate and the latency are the default ones, of two H200s over NVLink"
+            exchange[kind] = f"not usable: {error}; {_DEFAULT_LINKS[kind]}"
+            continue
+        terms: dict[str, Any] = dict(zip(LINKS[kind], fitted_link, strict=True))
+        model = replace(model, **terms)
+        predictions = model.transfer_seconds(link.held_out_sizes, between_nodes=kind == "between nodes")
+        link_errors[kind] = PredictionError.of(predictions, np.array(link.held_out_seconds))
+        exchange[kind] = f"measured over {link.ranks} ranks; error of sizes held out: {link_errors[kind]}"
+    for kind in LINKS:
+        exchange.setdefault(kind, f"not measured ({_TO_MEASURE[kind]}); {_DEFAULT_LINKS[kind]}")
     if moves is not None:
         forward, backward = (_moving(model, moves, phase) for phase in PHASES)
         model = replace(model, moving_forward=forward, moving_backward=backward)
@@ -129,7 +144,7 @@ def build(
         "rounds": fitting.rounds,
         "error of calls held out": {phase: str(unseen[phase]) for phase in PHASES},
         "error of calls fitted": {phase: str(fitted[phase]) for phase in PHASES},
-        "exchange": exchange,
+        **{f"exchange {kind}": text for kind, text in exchange.items()},
         "moving rows": _NOT_MOVED if moves is None else f"measured over {moves.ranks} ranks",
         "ms of shapes, forward and backward": _rows(fitting),
         "ms of shapes held out": _rows(held_out),
@@ -141,10 +156,10 @@ def build(
         about["ms more of layers whose rows move, forward and backward"] = [
             f"{m}, {n} messages: {forward * 1e3:.4f} {backward * 1e3:.4f}" for m, n, forward, backward in layers
         ]
-    if link is not None:
+    for kind, link in links.items():
         pairs = zip((*link.sizes, *link.held_out_sizes), (*link.seconds, *link.held_out_seconds), strict=True)
-        about["ms of bytes each way"] = [f"{size}: {seconds * 1e3:.4f}" for size, seconds in sorted(pairs)]
-    return Result(Profile(setting, model, about), fitted, unseen, calls, link_error)
+        about[f"ms of bytes each way {kind}"] = [f"{size}: {seconds * 1e3:.4f}" for size, seconds in sorted(pairs)]
+    return Result(Profile(setting, model, about), fitted, unseen, calls, link_errors)
 
 
 def _moving(model: CostModel, moves: Moves, phase: Phase) -> MovingCost:

@@ -55,6 +55,7 @@ def key_start(q_start: Any, window: int | None = None) -> Any:
 
 _UNIT = " (femtoseconds)"
 _MOVING = ("moving_forward", "moving_backward")
+_NIC = ("nic_bytes_per_second", "nic_latency")
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class CostModel:
         bytes_per_second: of a transfer, each way at once (NCCL all-to-all between two H200s over NVLink).
         latency: femtoseconds of a transfer of no size. With the default rate, 4 MiB take the measured 0.09 ms.
         moving_forward, moving_backward: cost of a layer in which rows move, in each phase.
+        nic_bytes_per_second, nic_latency: of transfers between nodes.
     """
 
     heads: Heads = field(default_factory=Heads)
@@ -143,12 +145,15 @@ class CostModel:
     latency: int = 77_906_000_000
     moving_forward: MovingCost = _H200_MOVING_FORWARD
     moving_backward: MovingCost = _H200_MOVING_BACKWARD
+    nic_bytes_per_second: int = 50 * 10**9
+    nic_latency: int = 78_000_000_000
 
     def __post_init__(self) -> None:
         for phase in PHASES:
             for name, value in asdict(getattr(self, phase)).items():
                 integer(f"cost model: {name} of {phase}", value, 0, MAX_TERM, _UNIT)
-        for name, low in (("launch", 0), ("bytes_per_second", 1), ("latency", 0)):
+        links = (("bytes_per_second", 1), ("latency", 0), ("nic_bytes_per_second", 1), ("nic_latency", 0))
+        for name, low in (("launch", 0), *links):
             integer(f"cost model: {name}", getattr(self, name), low, MAX_TERM)
 
     @classmethod
@@ -221,10 +226,13 @@ class CostModel:
         """The same in whole femtoseconds, comparable with tasks'."""
         return flops * self.forward.pair // (2 * _work(self.heads))
 
-    def transfer_seconds(self, sent: Any, received: Any = 0) -> Any:
+    def transfer_seconds(self, sent: Any, received: Any = 0, *, between_nodes: bool = False) -> Any:
         """Predicted seconds of one exchange in which a rank sends and receives so many bytes at once."""
         size = np.maximum(np.asarray(sent, dtype=np.int64), np.asarray(received, dtype=np.int64))
-        return np.where(size > 0, self.latency / UNITS_PER_SECOND + size / self.bytes_per_second, 0.0)
+        rate, latency = self.bytes_per_second, self.latency
+        if between_nodes:
+            rate, latency = self.nic_bytes_per_second, self.nic_latency
+        return np.where(size > 0, latency / UNITS_PER_SECOND + size / rate, 0.0)
 
     def moving(self, phase: Phase) -> MovingCost:
         """What moving rows costs in a phase."""
@@ -244,7 +252,8 @@ class CostModel:
         """Every integer but the heads, for :meth:`from_terms`: what ranks tell each other."""
         phases, moving = (self.forward, self.backward), (self.moving_forward, self.moving_backward)
         tasks, rows = ([value for part in parts for value in asdict(part).values()] for parts in (phases, moving))
-        return (*tasks, self.launch, self.bytes_per_second, self.latency, *rows)
+        nic = self.nic_bytes_per_second, self.nic_latency
+        return (*tasks, self.launch, self.bytes_per_second, self.latency, *rows, *nic)
 
     @classmethod
     def from_terms(cls, heads: Heads, terms: Sequence[int]) -> CostModel:
@@ -253,11 +262,11 @@ class CostModel:
         Raises:
             ValueError: another number of terms, or one out of range.
         """
-        if len(terms) != 15:
-            raise ValueError(f"cost model: expected 15 terms, got {len(terms)}")
+        if len(terms) != 17:
+            raise ValueError(f"cost model: expected 17 terms, got {len(terms)}")
         forward, backward, (launch, rate, latency) = PhaseCost(*terms[:4]), PhaseCost(*terms[4:8]), terms[8:11]
-        moving = MovingCost(*terms[11:13]), MovingCost(*terms[13:])
-        return cls(heads, forward, backward, launch, rate, latency, *moving)
+        moving = MovingCost(*terms[11:13]), MovingCost(*terms[13:15])
+        return cls(heads, forward, backward, launch, rate, latency, *moving, *terms[15:])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -265,8 +274,8 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
-        """What :meth:`to_dict` gave. What moving rows costs may be left out, as profiles did at first: it is the
-        default then.
+        """What :meth:`to_dict` gave. What moving rows costs, and links between nodes, may be left out, as profiles
+        did at first: they are the default then.
 
         Raises:
             ValueError: unknown or missing keys, or values out of range.
@@ -274,7 +283,7 @@ class CostModel:
         kinds: list[tuple[str, Any]] = [(name, PhaseCost) for name in PHASES]
         kinds += [(name, MovingCost) for name in _MOVING]
         known = set(cls.__dataclass_fields__)
-        if not isinstance(values, Mapping) or not known - set(_MOVING) <= set(values) <= known:
+        if not isinstance(values, Mapping) or not known - {*_MOVING, *_NIC} <= set(values) <= known:
             raise ValueError(f"cost model: expected a mapping with the keys {sorted(known)}, got {shown(values)}")
         terms = {**values, "heads": Heads.from_dict(values["heads"])}
         for name, kind in kinds:

@@ -1,50 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which servers share a node, and what links between nodes carry."""
+"""Which servers share a node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from deepspeed_distca.given import integer, integers
-from deepspeed_distca.scheduler.cost_model import MAX_TERM
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The nodes of the servers. Links within a node are what the cost model says of transfers.
+    """The nodes of the servers; what their links carry is the cost model's to say.
 
     Attributes:
         nodes: of each server, its node: numbers 0, 1, ..., each of which some server has.
-        bytes_per_second: that a server sends to other nodes, and receives from them at the same time.
-        latency: femtoseconds of a transfer of no size between nodes.
     """
 
     nodes: tuple[int, ...]
-    bytes_per_second: int = 50 * 10**9
-    latency: int = 78_000_000_000
 
     def __post_init__(self) -> None:
         found = set(integers("topology: nodes", self.nodes, 0))
         if found != set(range(len(found))):
             raise ValueError(f"topology: nodes must be numbered 0..{len(found) - 1} without gaps, got {sorted(found)}")
-        integer("topology: bytes_per_second", self.bytes_per_second, 1, MAX_TERM)
-        integer("topology: latency", self.latency, 0, MAX_TERM)
 
     @classmethod
-    def of_size(cls, node_size: int, ranks: int | Sequence[int], **links: int) -> Topology:
+    def of(cls, names: Iterable[Hashable]) -> Topology:
+        """Servers on nodes of these names, one for each server."""
+        names = list(names)
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return cls(tuple(numbers[name] for name in names))
+
+    @classmethod
+    def of_size(cls, node_size: int, ranks: int | Sequence[int]) -> Topology:
         """Servers on nodes of so many consecutive ranks.
 
         Args:
             ranks: of the servers, ascending; a number: all ranks below it.
-            links: ``bytes_per_second`` and ``latency``, where they are known.
         """
         integer("node_size", node_size, 1)
-        nodes = [rank // node_size for rank in (range(ranks) if isinstance(ranks, int) else ranks)]
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-        return cls(tuple(numbers[node] for node in nodes), **links)
+        return cls.of(rank // node_size for rank in (range(ranks) if isinstance(ranks, int) else ranks))
 
     @property
     def size(self) -> int:

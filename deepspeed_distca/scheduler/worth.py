@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -261,14 +261,14 @@ def phase_seconds(
     its kind: those within nodes, or those between them.
 
     Args:
-        cost: rate and latency of transfers, within a node.
+        cost: rate and latency of transfers.
         at_home, away: seconds of each server's tasks in place and in its workspace, float64 [num_ranks].
         out, back: bytes [sender, receiver] of the dispatch and of the return.
         early: results leave as soon as they are there; otherwise once either end has done all its tasks.
         start: seconds after which each server has done the linear work in front of its dispatch, float64
             [num_ranks]: its tasks begin then, and its rows leave then. The phase begins with that work. None: all
             servers begin at once.
-        nodes: of the servers, with rate and latency of transfers between them; None is one node.
+        nodes: of the servers; None is one node.
     """
     begin = np.zeros(len(at_home)) if start is None else start
     there = begin.copy()  # when a server can begin with its workspace
@@ -287,15 +287,16 @@ def _transfers(cost: CostModel, size: np.ndarray, nodes: Topology | None) -> tup
     if nodes is None:
         return sender, receiver, _busier(cost, size, sender, receiver)
     across = np.where(nodes.across, size, 0)
-    between = replace(cost, bytes_per_second=nodes.bytes_per_second, latency=nodes.latency)
     near = _busier(cost, size - across, sender, receiver)
-    far = _busier(between, across, sender, receiver)
+    far = _busier(cost, across, sender, receiver, between_nodes=True)
     return sender, receiver, np.where(across[sender, receiver] > 0, far, near)
 
 
-def _busier(cost: CostModel, size: np.ndarray, sender: np.ndarray, receiver: np.ndarray) -> np.ndarray:
-    """Seconds of the busier end of each pair for all it sends or receives."""
-    busy = cost.transfer_seconds(size.sum(axis=1), size.sum(axis=0))
+def _busier(
+    cost: CostModel, size: np.ndarray, sender: np.ndarray, receiver: np.ndarray, *, between_nodes: bool = False
+) -> np.ndarray:
+    """Seconds of the busier end of each pair for all it sends or receives over one kind of links."""
+    busy = cost.transfer_seconds(size.sum(axis=1), size.sum(axis=0), between_nodes=between_nodes)
     return np.maximum(busy[sender], busy[receiver])
 
 

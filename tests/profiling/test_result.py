@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from deepspeed_distca.profiling.link import partners_of
 from deepspeed_distca.profiling.measure import Measured
 from deepspeed_distca.profiling.moving import Moves
 from deepspeed_distca.profiling.result import Link, build
@@ -31,10 +32,10 @@ def times(shapes, factor: float = 1.0) -> Measured:
     return Measured(tuple(shapes), seconds, 5)
 
 
-def result(factor: float = 1.0, link: Link | None = None, moves: Moves | None = None):
+def result(factor: float = 1.0, links: dict | None = None, moves: Moves | None = None):
     smallest = {phase: times([smallest_shape(LIMITS)]).seconds[phase][0] for phase in PHASES}
     fitting, unseen = times(fitting_shapes(LIMITS)), times(held_out_shapes(LIMITS), factor)
-    return build(SETTING, TRUE.heads, fitting, unseen, smallest, link, moves, {"date": "today"})
+    return build(SETTING, TRUE.heads, fitting, unseen, smallest, links or {}, moves, {"date": "today"})
 
 
 def link(off: float = 1.0) -> Link:
@@ -45,7 +46,7 @@ def link(off: float = 1.0) -> Link:
 
 
 def test_the_model_behind_the_times_comes_back():
-    made = result(link=link())
+    made = result(links={"within a node": link()})
     cost = made.profile.cost
     assert cost.heads == TRUE.heads and made.profile.setting == SETTING
     for phase in PHASES:
@@ -56,7 +57,7 @@ def test_the_model_behind_the_times_comes_back():
     assert cost.launch == 15 * 10**9
     assert cost.bytes_per_second == pytest.approx(RATE, rel=1e-3)
     assert cost.latency == pytest.approx(LATENCY * 1e15, rel=1e-3)
-    assert made.link.worst < 1e-3
+    assert made.links["within a node"].worst < 1e-3
     assert Profile.from_dict(made.profile.to_dict()) == made.profile
 
 
@@ -71,7 +72,7 @@ def test_what_moving_rows_costs_is_what_is_left_of_the_transfers():
         ]
         for phase in PHASES
     }
-    made = result(link=link(), moves=Moves(4, counts, sizes, seconds)).profile
+    made = result(links={"within a node": link()}, moves=Moves(4, counts, sizes, seconds)).profile
     for phase in PHASES:
         cost = getattr(made.cost, f"moving_{phase}")
         assert cost.layer == pytest.approx(true[phase].layer, rel=0.01)
@@ -81,24 +82,44 @@ def test_what_moving_rows_costs_is_what_is_left_of_the_transfers():
 
 
 def test_errors_are_of_the_calls_held_out():
-    made = result(factor=1.25, link=link(off=2.0))
+    made = result(factor=1.25, links={"between nodes": link(off=2.0)})
     for phase in PHASES:
         assert made.held_out[phase].median == pytest.approx(0.2, abs=1e-3)
         assert made.fitted[phase].worst < 1e-3
         assert all(call.predicted[phase] < call.measured[phase] for call in made.calls)
-    assert made.link.worst == pytest.approx(0.5, abs=1e-3)
+    assert made.links["between nodes"].worst == pytest.approx(0.5, abs=1e-3)
     assert "median 20.0%" in made.profile.about["error of calls held out"]["forward"]
 
 
 def test_an_exchange_that_was_not_measured_keeps_the_defaults_and_says_so():
     made = result()
-    assert made.link is None and "not measured" in made.profile.about["exchange"]
+    assert made.links == {} and "not measured" in made.profile.about["exchange within a node"]
+    assert "NIC" in made.profile.about["exchange between nodes"]
     assert made.profile.cost.bytes_per_second == CostModel().bytes_per_second
     assert made.profile.cost.moving_backward == CostModel().moving_backward
     assert "not measured" in made.profile.about["moving rows"]
 
 
 def test_a_link_that_shows_no_rate_does_not_spoil_the_profile():
-    made = result(link=Link(2, [2**16, 2**20, 2**24], [3e-3, 2e-3, 1e-3], [2**18], [1e-3]))
-    assert made.link is None and "not usable" in made.profile.about["exchange"]
+    odd = Link(2, [2**16, 2**20, 2**24], [3e-3, 2e-3, 1e-3], [2**18], [1e-3])
+    made = result(links={"within a node": odd, "between nodes": link()})
+    assert set(made.links) == {"between nodes"} and "not usable" in made.profile.about["exchange within a node"]
     assert made.profile.cost.bytes_per_second == CostModel().bytes_per_second
+
+
+@pytest.mark.parametrize(
+    ("machines", "within", "between"),
+    [
+        ("aaaa", {0: 2, 1: 3, 2: 0, 3: 1}, {}),
+        ("ab", {}, {0: 1, 1: 0}),
+        ("aabb", {0: 1, 1: 0, 2: 3, 3: 2}, {0: 2, 1: 3, 2: 0, 3: 1}),
+        ("abcabc", {0: 3, 1: 4, 2: 5, 3: 0, 4: 1, 5: 2}, {0: 1, 3: 4, 1: 2, 4: 5, 2: 0, 5: 3}),
+        ("aab", {0: 1, 1: 0}, {}),
+        ("aaa", {0: 1, 1: 2, 2: 0}, {}),
+    ],
+)
+def test_partners_of_each_kind_of_links(machines, within, between):
+    found = partners_of(machines)
+    assert found == (within, between)
+    for partners in found:  # whoever sends receives
+        assert sorted(partners) == sorted(partners.values())

@@ -142,7 +142,7 @@ def test_refuses_wrong_terms_by_name(name, value):
 def test_refuses_terms_of_another_number():
     terms = CostModel.fitted().terms
     for wrong in (terms[:-1], (*terms, 1), ()):
-        with pytest.raises(ValueError, match="expected 15 terms"):
+        with pytest.raises(ValueError, match="expected 17 terms"):
             CostModel.from_terms(Heads(), wrong)
 
 

@@ -32,8 +32,8 @@ CASES = {
 
 
 def test_nodes_of_a_size() -> None:
-    topology = Topology.of_size(3, 8, latency=5)
-    assert topology.nodes == (0, 0, 0, 1, 1, 1, 2, 2) and topology.latency == 5
+    topology = Topology.of_size(3, 8)
+    assert topology.nodes == (0, 0, 0, 1, 1, 1, 2, 2) and topology == Topology.of("aaabbbcc")
     assert topology.size == 3 and topology.servers == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert topology.across[2].tolist() == [False] * 3 + [True] * 5
     assert Topology((1, 0, 1)).servers == [[1], [0, 2]]
@@ -45,8 +45,8 @@ def test_nodes_of_a_size() -> None:
         (lambda: Topology((0, 2)), "without gaps"),
         (lambda: Topology((1,)), "without gaps"),
         (lambda: Topology((0, -1)), "nodes must be at least 0"),
-        (lambda: Topology((0,), bytes_per_second=0), "bytes_per_second must be an integer >= 1"),
-        (lambda: Topology((0,), latency=-1), "latency must be an integer >= 0"),
+        (lambda: replace(COST, nic_bytes_per_second=0), "nic_bytes_per_second must be an integer >= 1"),
+        (lambda: replace(COST, nic_latency=-1), "nic_latency must be an integer >= 0"),
         (lambda: Topology.of_size(0, 4), "node_size must be an integer >= 1"),
     ],
 )
@@ -62,8 +62,9 @@ def slowly(cost: CostModel, topology: Topology, at_home, away, out, back, early:
     def link(size, one: int, far: bool) -> float:
         others = [r for r in ranks if (topology.nodes[r] != topology.nodes[one]) == far]
         busiest = max(sum(size[one][r] for r in others), sum(size[r][one] for r in others))
-        rate, latency = (topology.bytes_per_second, topology.latency) if far else (cost.bytes_per_second, cost.latency)
-        return latency / 1e15 + busiest / rate
+        if far:
+            return cost.nic_latency / 1e15 + busiest / cost.nic_bytes_per_second
+        return cost.latency / 1e15 + busiest / cost.bytes_per_second
 
     def transfer(size, a: int, b: int) -> float:
         far = topology.nodes[a] != topology.nodes[b]
@@ -84,8 +85,8 @@ def slowly(cost: CostModel, topology: Topology, at_home, away, out, back, early:
 def test_seconds_against_pair_after_pair(seed: int, ranks: int, early: bool) -> None:
     rng = np.random.default_rng(seed)
     _, nodes = np.unique(rng.integers(0, 3, ranks), return_inverse=True)
-    topology = Topology(tuple(nodes.tolist()), bytes_per_second=10**6, latency=10**12)
-    cost = replace(COST, bytes_per_second=10**7, latency=10**10)
+    topology = Topology(tuple(nodes.tolist()))
+    cost = replace(COST, bytes_per_second=10**7, latency=10**10, nic_bytes_per_second=10**6, nic_latency=10**12)
     at_home, away = rng.uniform(0, 5, ranks), rng.uniform(0, 5, ranks) * rng.integers(0, 2, ranks)
     out = rng.integers(0, 10**6, (ranks, ranks)) * rng.integers(0, 2, (ranks, ranks)) * (away > 0)[None, :]
     np.fill_diagonal(out, 0)
@@ -94,16 +95,18 @@ def test_seconds_against_pair_after_pair(seed: int, ranks: int, early: bool) -> 
     expected = slowly(cost, topology, at_home, away, out.tolist(), back.tolist(), early)
     assert seconds == pytest.approx(expected, rel=1e-12)
     # Slower links between nodes never help, and one node has none.
-    faster = replace(topology, bytes_per_second=10**7, latency=10**11)
-    assert seconds >= phase_seconds(cost, at_home, away, out, back, early=early, nodes=faster)
-    one = Topology((0,) * ranks, bytes_per_second=1)
+    faster = replace(cost, nic_bytes_per_second=10**7, nic_latency=10**11)
+    assert seconds >= phase_seconds(faster, at_home, away, out, back, early=early, nodes=topology)
+    one = Topology((0,) * ranks)
     assert phase_seconds(cost, at_home, away, out, back, early=early, nodes=one) == phase_seconds(
         cost, at_home, away, out, back, early=early
     )
 
 
-def chosen(layout: Layout, phase: str, options: PlanOptions) -> tuple[Worth, RouteCompiler, np.ndarray, RouteCompiler]:
-    worth = Worth(layout, None, phase, COST, options, early=False)
+def chosen(
+    layout: Layout, phase: str, options: PlanOptions, cost: CostModel = COST
+) -> tuple[Worth, RouteCompiler, np.ndarray, RouteCompiler]:
+    worth = Worth(layout, None, phase, cost, options, early=False)
     at_home = RouteCompiler(layout, worth.home.rows)
     tasks, compiler = worth.spread(at_home)
     return worth, at_home, tasks.rows, compiler
@@ -113,7 +116,7 @@ def chosen(layout: Layout, phase: str, options: PlanOptions) -> tuple[Worth, Rou
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_one_node_is_as_without_nodes(case: str, phase: str) -> None:
     for layout in sampled(**CASES[case], tokens=65536, batches=1):
-        one = Topology.of_size(layout.num_ranks, layout.num_ranks, bytes_per_second=1)
+        one = Topology.of_size(layout.num_ranks, layout.num_ranks)
         _, _, rows, _ = chosen(layout, phase, OPTIONS)
         assert np.array_equal(chosen(layout, phase, replace(OPTIONS, topology=one))[2], rows)
         tasks = balance(layout, COST, phase=phase, tolerance=0.02)
@@ -152,8 +155,8 @@ def test_what_is_chosen_ends_first(case: str, phase: str, rate: int) -> None:
     """Never later than with everything at home, where documents continue on other ranks or not, nor than the plan that
     knows no nodes."""
     for layout in sampled(**CASES[case], tokens=65536, batches=1):
-        topology = Topology.of_size(8, layout.num_ranks, bytes_per_second=rate)
-        worth, at_home, rows, compiler = chosen(layout, phase, replace(OPTIONS, topology=topology))
+        topology, cost = Topology.of_size(8, layout.num_ranks), replace(COST, nic_bytes_per_second=rate)
+        worth, at_home, rows, compiler = chosen(layout, phase, replace(OPTIONS, topology=topology), cost)
         check_tasks(layout, rows, None)
         flat = RouteCompiler(layout, balance(layout, COST, phase=phase, tolerance=0.02).rows)
         assert worth.takes(compiler) <= min(worth.takes(at_home), worth.takes(flat))
@@ -162,20 +165,20 @@ def test_what_is_chosen_ends_first(case: str, phase: str, rate: int) -> None:
 def test_rows_stay_where_links_between_nodes_are_slow() -> None:
     layout = Layout.from_lengths([[65536], [4096] * 16])
     for rate, moves in ((5 * 10**10, True), (10**8, False)):
-        topology = Topology.of_size(1, 2, bytes_per_second=rate)
-        _, _, _, compiler = chosen(layout, "forward", replace(OPTIONS, topology=topology))
+        options, cost = replace(OPTIONS, topology=Topology.of_size(1, 2)), replace(COST, nic_bytes_per_second=rate)
+        _, _, _, compiler = chosen(layout, "forward", options, cost)
         assert compiler.moves_rows == moves
 
 
 def test_a_plan_whatever_it_costs_is_balanced() -> None:
     layout = Layout.from_lengths([[65536], [4096] * 16, [4096] * 16, [4096] * 16])
-    topology = Topology.of_size(2, 4, bytes_per_second=10**8)
+    topology = Topology.of_size(2, 4)
     for options in (
         replace(OPTIONS, topology=topology, min_gain=0.0),
         replace(OPTIONS, topology=topology, server_weights=(0, 1, 1, 2)),
         replace(OPTIONS, topology=topology, min_gain=0.0, max_received_rows=10**6),
     ):
-        worth = Worth(layout, None, "forward", COST, options, early=False)
+        worth = Worth(layout, None, "forward", replace(COST, nic_bytes_per_second=10**8), options, early=False)
         tasks, _ = worth.spread(RouteCompiler(layout, worth.home.rows))
         shares = tasks.loads / np.array(worth.weights or (1, 1, 1, 1)).clip(1)
         busy = np.array(worth.weights or (1, 1, 1, 1)) > 0

@@ -19,7 +19,7 @@ REFUSED = {
     "ids out of range": ("rank 1 .*1000000", "1000000"),
     "negative num_targets": ("rank 1 .*-7", "-7"),
     "a batch that a hook refuses": ("rank 1 .*a hook refuses", "ValueError: a hook refuses"),
-    "float cu_seqlens": ("rank 1 .*cu_seqlens holds float", "cu_seqlens holds float"),
+    "float cu_seqlens": ("rank 1 .*cu_seqlens must hold integers", "cu_seqlens must hold integers"),
 }
 
 

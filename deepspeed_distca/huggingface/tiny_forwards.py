@@ -282,8 +282,8 @@ class _Plan:
         if len(q) != self._tokens:
             raise UnsupportedModelError(
                 f"attention has {len(q)} rows for the {self._tokens} tokens that were given: only a batch's own "
-                "tokens can be planned, no others that are put before them, as prompt tuning does. Set `distca.enabled` "
-                "to false for this model"
+                "tokens can be planned, no others that are put before them, as prompt tuning does. Set "
+                "`distca.enabled` to false for this model"
             )
         index = len(self.attention)
         self.attention.append(Heads(q, k, v))

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from deepspeed_distca.huggingface.adapter import UnsupportedModelError, find_decoder
 from tests.distributed.harness import ROOT, free_port, run_program, run_ranks
 from tests.huggingface.test_compatibility_deepspeed import check
 
@@ -94,6 +95,14 @@ def test_text_of_qwen2_5_vl(ranks, form):
 
 def test_three_axes_alone_are_refused(ranks):
     refused(ranks, "Qwen2.5-VL, three axes")
+
+
+def test_domino_is_refused():
+    from deepspeed.runtime.domino.transformer import DominoModule, DominoTransformer
+
+    assert issubclass(DominoTransformer, DominoModule)
+    with pytest.raises(UnsupportedModelError, match="DominoModule holds no HuggingFace model"):
+        find_decoder(DominoModule())
 
 
 def test_liger(tmp_path):

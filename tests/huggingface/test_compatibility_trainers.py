@@ -29,8 +29,9 @@ def test_sft(ranks, name):
     check(ranks, name)
 
 
-def test_dpo(ranks):
-    check(ranks, "DPO")
+@pytest.mark.parametrize("name", ["DPO", "DPO, PEFT"])
+def test_dpo(ranks, name):
+    check(ranks, name)
 
 
 def test_reward(ranks):

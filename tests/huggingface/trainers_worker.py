@@ -169,14 +169,31 @@ def sft(folder: str, arguments: dict[str, Any], recorder: Recorder, **options: A
     return SFTTrainer(llama(), chosen, train_dataset=data, processing_class=tokenizer(), callbacks=[recorder])
 
 
-def dpo(folder: str, arguments: dict[str, Any], recorder: Recorder, **options: Any) -> Any:
+def completions(folder: str, arguments: dict[str, Any], recorder: Recorder, **options: Any) -> Any:
+    """Loss on what answers a prompt alone."""
     from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    chosen = SFTConfig(output_dir=folder, **{**arguments, "max_length": 256, "completion_only_loss": True, **options})
+    data = Dataset.from_list([{"prompt": p["prompt"], "completion": p["chosen"]} for p in PREFERENCES])
+    return SFTTrainer(llama(), chosen, train_dataset=data, processing_class=tokenizer(), callbacks=[recorder])
+
+
+def dpo(folder: str, arguments: dict[str, Any], recorder: Recorder, peft: bool = False) -> Any:
+    """With PEFT the model without its adapters is the reference, otherwise a second engine is."""
+    from datasets import Dataset
+    from peft import LoraConfig
     from trl import DPOConfig, DPOTrainer
 
-    chosen = DPOConfig(output_dir=folder, **{**arguments, **options})
-    data = Dataset.from_list(PREFERENCES)
+    torch.manual_seed(3)
+    adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if peft else None
     return DPOTrainer(
-        saved(folder), args=chosen, train_dataset=data, processing_class=tokenizer(), callbacks=[recorder]
+        saved(folder),
+        args=DPOConfig(output_dir=folder, **arguments),
+        train_dataset=Dataset.from_list(PREFERENCES),
+        processing_class=tokenizer(),
+        callbacks=[recorder],
+        peft_config=adapters,
     )
 
 
@@ -212,7 +229,9 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "SFT, packing": functools.partial(sft, packing=True),
     "SFT, padding_free": functools.partial(sft, padding_free=True, max_length=None),
     "SFT, dft": functools.partial(sft, padding_free=True, max_length=None, loss_type="dft"),
+    "SFT, completions": functools.partial(completions, packing=True),
     "DPO": dpo,
+    "DPO, PEFT": functools.partial(dpo, peft=True),
     "reward": reward,
     "GRPO": grpo,
     "GRPO, beta": functools.partial(grpo, beta=0.1),

@@ -146,3 +146,8 @@ def test_the_examples_run(tmp_path):
     losses = [float(x) for x in re.findall(r"^step \d/3 loss (\d+\.\d+)", printed, re.MULTILINE)]
     assert len(losses) == 3 and 5.5 < losses[0] < 7.0, printed[-3000:]
     assert "evaluation: loss" in printed and (tmp_path / "checkpoint-3").is_dir()
+    _, printed = run(deepspeed(EXAMPLES / "train_trl.py", "--deepspeed_config", config, *options), tmp_path)
+    losses = [float(x) for x in re.findall(r"^step \d/3 loss (\d+\.\d+)", printed, re.MULTILINE)]
+    assert len(losses) == 3 and 5.5 < losses[0] < 7.0, printed[-3000:]
+    balance = re.search(r"^done; last step's balance (\d\.\d+) -> (\d\.\d+)", printed, re.MULTILINE)
+    assert balance and float(balance[2]) <= float(balance[1]), printed[-3000:]

@@ -56,10 +56,10 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-def training_arguments(args, config: dict) -> TrainingArguments:
+def training_arguments(args, config: dict, kind=TrainingArguments, **more) -> TrainingArguments:
     """Trainer wants to hear what the DeepSpeed config says; the two must agree."""
     optimizer = config["optimizer"]["params"]
-    return TrainingArguments(
+    return kind(
         output_dir=str(args.output_dir),
         deepspeed=config,
         use_cpu=not torch.cuda.is_available(),
@@ -82,6 +82,7 @@ def training_arguments(args, config: dict) -> TrainingArguments:
         seed=args.seed,
         report_to="none",
         disable_tqdm=True,
+        **more,
     )
 
 

@@ -201,8 +201,9 @@ class Runtime:
             weight_loss=config.token_weighted_loss,
             keep_attention=config.keep_attention,
         )
-        by_factor = config.token_weighted_loss and contract.weighting == "mean"
-        self._early_gradients = EarlyGradients(decoder, self.failed) if by_factor else None
+        weighted = config.token_weighted_loss and contract.weighting is not None
+        later = contract.weighting == "mean" or engine.gradient_accumulation_steps() > 1
+        self._early_gradients = EarlyGradients(decoder, self.failed) if weighted and later else None
         _RUNTIMES[decoder] = weakref.ref(self)
         self._forward_end = decoder.register_forward_hook(torch.compiler.disable(self._forward_over))
         for name, phase in (("backward", "backward"), ("step", "optimizer step")):

@@ -2,8 +2,9 @@
 """Losses that give parameters their gradients in forward already, which no factor reaches afterwards.
 
 DeepSpeed's ``TiledFusedLogitsLoss`` is one: it goes backward through the head, piece by piece, while the loss is made.
-A model whose loss is a mean over its own targets is weighted by a factor of the loss; the head's gradient would stay
-without. One that divides by ``num_items_in_batch`` where the pieces are made is exact.
+A model whose loss is a mean over its own targets is weighted by a factor of the loss, and DeepSpeed divides every loss
+by the number of micro-batches of a step, on which the weights count; the head's gradient would stay without. A model
+that divides by ``num_items_in_batch`` where the pieces are made is exact, without gradient accumulation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from deepspeed_distca.huggingface.attention_function import UnsupportedModelErro
 
 
 class EarlyGradients:
-    """Watches a model's first forward in training whose loss is weighted by a factor; takes itself out after it.
+    """Watches a model's first forward in training whose loss gets a factor afterwards; takes itself out after it.
 
     Args:
         model: the decoder.
@@ -59,9 +60,11 @@ class EarlyGradients:
             self._early = 0
             error = UnsupportedModelError(
                 f"{type(model).__name__}: its loss gives parameters their gradients in forward already (as tiled "
-                "losses do), where the factor that weights it by target tokens comes too late. Divide it by "
-                "num_items_in_batch, an argument of forward, in the function that is tiled, or set "
-                "`distca.token_weighted_loss` to false"
+                "losses do), where factors that come afterwards are too late: those that weight it by target tokens, "
+                "and DeepSpeed's division by the micro-batches of a step. Divide it by num_items_in_batch, an "
+                "argument of forward, in the function that is tiled. With gradient accumulation give "
+                "num_items_in_batch yourself and call engine.backward(loss, scale_wrt_gas=False), as Trainer does. Or "
+                "set `distca.token_weighted_loss` to false"
             )
             self._failed(error)
             raise error

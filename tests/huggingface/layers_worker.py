@@ -121,8 +121,9 @@ class TiledMeanLlama(TiledLlama):
     reads_count = False
 
 
-def tiled_loss(folder: Path, model: type, stage: int) -> dict[str, Any]:
-    return apart(trained(lambda: llama(model), config_of(True, stage)), wanted())
+def tiled_loss(folder: Path, model: type, stage: int, accumulation: int = 1) -> dict[str, Any]:
+    config = config_of(True, stage, gradient_accumulation_steps=accumulation)
+    return apart(trained(lambda: llama(model), config), wanted())
 
 
 # -- PEFT ---------------------------------------------------------------------------------------------------------
@@ -260,6 +261,7 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "tiled loss, ZeRO-3": functools.partial(tiled_loss, model=TiledLlama, stage=3),
     "tiled mean, ZeRO-0": functools.partial(tiled_loss, model=TiledMeanLlama, stage=0),
     "tiled mean, ZeRO-3": functools.partial(tiled_loss, model=TiledMeanLlama, stage=3),
+    "tiled loss, two micro-batches": functools.partial(tiled_loss, model=TiledLlama, stage=1, accumulation=2),
     "DoRA": functools.partial(adapter, config=lora(use_dora=True)),
     "IA3": functools.partial(
         adapter,

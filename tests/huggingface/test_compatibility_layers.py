@@ -18,6 +18,7 @@ from tests.huggingface.test_compatibility_deepspeed import check
 REFUSED = {
     "tiled mean, ZeRO-0": "TiledMeanLlama: its loss gives parameters their gradients in forward",
     "tiled mean, ZeRO-3": "TiledMeanLlama: its loss gives parameters their gradients in forward",
+    "tiled loss, two micro-batches": "TiledLlama: its loss gives parameters their gradients in forward",
     "prompt tuning": "as prompt tuning does",
     "p-tuning": "as prompt tuning does",
     "prefix tuning": "run without a KV cache",
@@ -55,7 +56,7 @@ def test_tiled_loss(ranks, stage):
 
 
 def test_a_tiled_loss_that_would_be_weighted_too_late_is_refused(ranks):
-    refused(ranks, "tiled mean, ZeRO-0", "tiled mean, ZeRO-3")
+    refused(ranks, "tiled mean, ZeRO-0", "tiled mean, ZeRO-3", "tiled loss, two micro-batches")
 
 
 def test_dora(ranks):

@@ -9,8 +9,8 @@ hidden size 256, 8/2 heads of 64, fp32, ZeRO-1) on the same documents in three w
 "flat", whose plans take all ranks for one node; "nodes", with plans that know nodes and what the link carries.
 Node 0's first rank has one document of all its tokens, every other rank short ones: there is a neighbour to take of
 it, and two ranks beyond the link. Documents are told by position ids alone. Losses of all three are compared. MiB
-are those that the kernel counted on both interfaces, a step, less those of plain, which are DeepSpeed's; beside
-them stands what the plan says is sent across. What is left of the difference is what gloo and TCP put around it, and
+are those that the kernel counted at node 0's end of the link, both ways, in a step, less those of plain, which are
+DeepSpeed's; beside them stands what the plan says is sent across. What is left of the difference is what gloo and TCP put around it, and
 what ranks tell each other. Seconds are medians; they are those of a few cores that all ranks share, so that only the
 network's part means something.
 """

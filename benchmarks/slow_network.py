@@ -10,9 +10,9 @@ hidden size 256, 8/2 heads of 64, fp32, ZeRO-1) on the same documents in three w
 Node 0's first rank has one document of all its tokens, every other rank short ones: there is a neighbour to take of
 it, and two ranks beyond the link. Documents are told by position ids alone. Losses of all three are compared. MiB
 are those that the kernel counted at node 0's end of the link, both ways, in a step, less those of plain, which are
-DeepSpeed's; beside them stands what the plan says is sent across. What is left of the difference is what gloo and TCP put around it, and
-what ranks tell each other. Seconds are medians; they are those of a few cores that all ranks share, so that only the
-network's part means something.
+DeepSpeed's; beside them stands what the plan says is sent across. What is left of the difference is what gloo and TCP
+put around it, and what ranks tell each other. Seconds are medians; they are those of a few cores that all ranks share,
+so that only the network's part means something.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def run(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for number, process in enumerate(processes):
         if process.wait(timeout=900):
             raise SystemExit((folder / f"{kind}{number}.log").read_text()[-4000:])
-    return json.loads((folder / f"{kind}.json").read_text())
+    said = [line for line in (folder / f"{kind}0.log").read_text().splitlines() if line.startswith("distca: ")]
+    return {**json.loads((folder / f"{kind}.json").read_text()), "said": said}
 
 
 def table(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:

@@ -44,8 +44,10 @@ from deepspeed_distca.huggingface.twice_called import TwiceCalled
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.monitor import StepMonitor
 from deepspeed_distca.plan_options import of_first_layer, plan_options, weights_of_servers
+from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Choice
+from deepspeed_distca.scheduler.worth import PlanOptions
 
 #: By decoder the runtime whose hooks it has. Runtimes hold the decoder, so that they are held weakly as well.
 _RUNTIMES: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
@@ -222,9 +224,10 @@ class Runtime:
                 kernel = choose_kernel(config.kernel, heads, engine.device, attention_dtype(engine), windows[0])
             except KernelError as error:
                 kernel = f"none that fits ({error})"
+            nodes = _describe_nodes(options, choice.cost)
             print(
                 f"distca: {len(modules)} attention layers of {type(decoder).__name__}{_describe_windows(windows)} "
-                f"over {servers} attention servers in {len(server_groups)} group(s); kernel {kernel}, overlap "
+                f"over {servers} attention servers in {len(server_groups)} group(s){nodes}; kernel {kernel}, overlap "
                 f"{config.overlap or 'local_first'}, exchange {built.exchange}, cost model {choice.source} ("
                 f"{heads.query}/{heads.key_value} heads of {heads.head_dim}), tolerance {config.advanced.tolerance:g}",
                 flush=True,
@@ -315,6 +318,13 @@ def _describe_windows(windows: list[int | None]) -> str:
     if not sizes:
         return ""
     return f" ({sum(bool(w) for w in windows)} with windows of {', '.join(map(str, sizes))} keys)"
+
+
+def _describe_nodes(options: PlanOptions, cost: CostModel) -> str:
+    """ " on 2 nodes of 50 GB/s a rank", or nothing where there is one."""
+    if options.nodes is None:
+        return ""
+    return f" on {options.nodes.size} nodes of {cost.nic_bytes_per_second / 1e9:g} GB/s a rank"
 
 
 @contextmanager

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("plain", "flat", "nodes")
-NAMES = ("distca0", "distca1")
+#: Of the namespaces, and of the interfaces in them.
+NAMES = tuple(f"dca{os.getpid() % 10**6}{end}" for end in "ab")
 SKIPPED = 1
 #: An H200's rate by a core's, for a pair of query and key.
 CORE = 50_000
@@ -91,6 +92,15 @@ def shell(command: str) -> str:
 
 def run(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Trains in both namespaces; rank 0's record."""
+    for number, process in enumerate(start(kind, args, folder)):
+        if process.wait(timeout=900):
+            raise SystemExit((folder / f"{kind}{number}.log").read_text()[-4000:])
+    said = [line for line in (folder / f"{kind}0.log").read_text().splitlines() if line.startswith("distca: ")]
+    return {**json.loads((folder / f"{kind}.json").read_text()), "said": said}
+
+
+def start(kind: str, args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """torchrun in both namespaces, with their logs in the folder."""
     given = {"kind": kind, "folder": str(folder), **{k: vars(args)[k] for k in ("tokens", "ranks", "mbit", "steps")}}
     processes = []
     for number, name in enumerate(NAMES):
@@ -107,11 +117,7 @@ def run(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         command = ["ip", "netns", "exec", name, *launcher, __file__, "--worker", json.dumps(given)]
         log = (folder / f"{kind}{number}.log").open("w")
         processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    for number, process in enumerate(processes):
-        if process.wait(timeout=900):
-            raise SystemExit((folder / f"{kind}{number}.log").read_text()[-4000:])
-    said = [line for line in (folder / f"{kind}0.log").read_text().splitlines() if line.startswith("distca: ")]
-    return {**json.loads((folder / f"{kind}.json").read_text()), "said": said}
+    return processes
 
 
 def table(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
@@ -197,6 +203,8 @@ def worker(given: dict[str, Any]) -> None:
         seconds.append(time.perf_counter() - start)
         counted.append(bytes_across() - before)
         dist.all_reduce(mean := loss.detach() / world)
+        if rank == 0:
+            print(f"step {len(losses)} loss {mean.item():.4f}", flush=True)
         losses.append(mean.item())
     if rank == 0:
         record: dict[str, Any] = {"losses": losses, "seconds": statistics.median(seconds[SKIPPED:]), "planned": 0}
@@ -212,8 +220,8 @@ def worker(given: dict[str, Any]) -> None:
 
 def bytes_across() -> int:
     """That the kernel has seen on this node's end of the link, both ways."""
-    ends = [Path("/sys/class/net", name, "statistics") for name in NAMES]
-    return sum(int((end / f"{way}_bytes").read_text()) for end in ends if end.exists() for way in ("tx", "rx"))
+    end = Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics")
+    return sum(int((end / f"{way}_bytes").read_text()) for way in ("tx", "rx"))
 
 
 def planned_across(engine: Any, layout: Any, heads: Any, node_size: int) -> int:

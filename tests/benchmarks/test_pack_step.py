@@ -46,6 +46,7 @@ def test_lpt_keeps_the_cap_and_loses_nothing(ranks: int) -> None:
         assert max(at_end) <= sum(work) / ranks + work.max()
 
 
+@pytest.mark.slow
 def test_it_measures(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("raw.json", "table.md")}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -106,6 +106,7 @@ def test_domino_is_refused():
         find_decoder(DominoModule())
 
 
+@pytest.mark.slow  # the interpreter is
 def test_liger(tmp_path):
     pytest.importorskip("liger_kernel")
     pytest.importorskip("triton")

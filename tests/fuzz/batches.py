@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,7 @@ def _describe(g: random.Random, case: Case, rows: _Rows) -> None:
         "layout": _layout,
         "cu_seqlens": _cumulative,
         "cu_seq_lens": _cumulative,
+        "packed_seq_params": _packed_params,
         "position_ids": _positions,
         "numbered": _numbered,
         "seq_idx": _seq_idx,
@@ -188,7 +190,7 @@ def _describe(g: random.Random, case: Case, rows: _Rows) -> None:
             made = _cumulative(g, rows, "attention_mask" in case.batch)
             for key in g.choice([("cu_seq_lens_q",), ("cu_seq_lens_k",), ("cu_seq_lens_q", "cu_seq_lens_k")]):
                 case.batch[key] = made
-        elif name in ("cu_seqlens", "position_ids"):
+        elif name in ("cu_seqlens", "position_ids", "packed_seq_params"):
             case.batch[name] = ways[name](g, rows, "attention_mask" in case.batch)
         else:
             case.batch[name] = ways[name](g, rows)
@@ -219,6 +221,21 @@ def _cumulative(g: random.Random, rows: _Rows, masked: bool) -> Any:
         return np.array(borders)
     made = torch.tensor(borders, dtype=g.choice([torch.int32, torch.int64]))
     return made[None] if kind == 2 else made
+
+
+def _packed_params(g: random.Random, rows: _Rows, masked: bool) -> SimpleNamespace:
+    """Megatron's record: documents one after another, or each in a space of its own with padding behind it."""
+    if not any(rows.left) and g.random() < 0.5:
+        starts = [r * rows.tokens + s for r in range(len(rows.documents)) for number, s, _ in rows.runs(r) if number]
+        lengths = [n for row in rows.documents for n in row]
+        spaces = [*starts, len(rows.documents) * rows.tokens]
+        return SimpleNamespace(
+            qkv_format=g.choice(["thd", None]),
+            cu_seqlens_kv=torch.tensor([0, *np.cumsum(lengths, dtype=int).tolist()]),
+            cu_seqlens_kv_padded=torch.tensor(spaces, dtype=torch.int32),
+        )
+    made = {f"cu_seqlens_{x}": _cumulative(g, rows, masked) for x in g.choice(["q", ["q", "kv"]])}
+    return SimpleNamespace(qkv_format="thd", max_seqlen_q=rows.tokens, **made)
 
 
 def _positions(g: random.Random, rows: _Rows, masked: bool) -> torch.Tensor:

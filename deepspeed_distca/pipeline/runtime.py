@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
-from deepspeed_distca.attention_server.coordination.hello import Meeting
+from deepspeed_distca.attention_server.coordination.hello import Meeting, machine
 from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.statistics import StepStatistics
@@ -138,7 +138,9 @@ class PipelineRuntime:
         }
         window = next((w for stage in module.stage_windows for w in stage), None)
         choice = own_cost_model(config, heads, device=engine.device, dtype=dtype, window=window)
-        return PreparedPipeline(topology, slots, heads, dtype, choice, same, cost_to_say(choice))
+        return PreparedPipeline(
+            topology, slots, heads, dtype, choice, same, {"machine": machine(), **cost_to_say(choice)}
+        )
 
     def _set_up(
         self, engine: PipelineEngine, config: DistCAConfig, prepared: PreparedPipeline, meeting: Meeting
@@ -149,16 +151,19 @@ class PipelineRuntime:
         self._scope = config.advanced.pipeline_scope
         topology, slots, heads, dtype = prepared.topology, prepared.slots, prepared.heads, prepared.dtype
         choice = said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
+        # Servers of a layout change from tick to tick, and may be on any node.
+        several = len({hello.own["machine"] for hello in meeting.hellos}) > 1
+        cost = choice.cost.over_nodes() if several else choice.cost
         options = plan_options(config, engine.device, module.config)
         built = build_server(
             engine,
             config,
             Sharing(topology.groups, topology.groups, topology.server, topology.all_replicas),
             watch,
-            cost=choice.cost,
+            cost=cost,
             options=options,
             windows=module.stage_windows[engine.stage_id],
-            common=(options, choice.cost, module.stage_windows, dtype),
+            common=(options, cost, module.stage_windows, dtype),
             exchange=config.advanced.exchange or "nccl",  # peer copies were never tried beside the stages' own sends
         )
         self.server, self._agreement, self._groups = built.server, built.everyone, built.groups

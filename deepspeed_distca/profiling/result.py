@@ -21,14 +21,15 @@ from deepspeed_distca.scheduler.profiles import Profile, Setting
 _ABOVE_LATENCY = 1.5
 _FEWEST_CALLS = 12
 #: Kinds of links, and the names of the model's terms for their rate and latency.
-LINKS = {"within a node": ("bytes_per_second", "latency"), "between nodes": ("nic_bytes_per_second", "nic_latency")}
+_WITHIN, _BETWEEN = "within a node", "between nodes"
+LINKS = {_WITHIN: ("bytes_per_second", "latency"), _BETWEEN: ("nic_bytes_per_second", "nic_latency")}
 _TO_MEASURE = {
-    "within a node": "start the command by torchrun with 2 ranks or more",
-    "between nodes": "start it on two nodes or more, with equally many ranks",
+    _WITHIN: "start the command by torchrun with 2 ranks or more",
+    _BETWEEN: "start it on two nodes or more, with equally many ranks",
 }
 _DEFAULT_LINKS = {
-    "within a node": "the rate and the latency are the default ones, of two H200s over NVLink",
-    "between nodes": "the rate and the latency are the default ones, of a NIC of 50 GB/s",
+    _WITHIN: "the rate and the latency are the default ones, of two H200s over NVLink",
+    _BETWEEN: "the rate and the latency are the default ones, of a NIC of 50 GB/s",
 }
 _NOT_MOVED = "not measured (see exchange); the terms are the default ones, of two H200s"
 
@@ -123,13 +124,14 @@ def build(
             continue
         terms: dict[str, Any] = dict(zip(LINKS[kind], fitted_link, strict=True))
         model = replace(model, **terms)
-        predictions = model.transfer_seconds(link.held_out_sizes, between_nodes=kind == "between nodes")
+        predictions = model.transfer_seconds(link.held_out_sizes, between_nodes=kind == _BETWEEN)
         link_errors[kind] = PredictionError.of(predictions, np.array(link.held_out_seconds))
         exchange[kind] = f"measured over {link.ranks} ranks; error of sizes held out: {link_errors[kind]}"
     for kind in LINKS:
         exchange.setdefault(kind, f"not measured ({_TO_MEASURE[kind]}); {_DEFAULT_LINKS[kind]}")
     if moves is not None:
-        forward, backward = (_moving(model, moves, phase) for phase in PHASES)
+        # Rows went half of all ranks further: to other nodes, where there are as many ranks on each.
+        forward, backward = (_moving(model, moves, phase, between_nodes=_BETWEEN in links) for phase in PHASES)
         model = replace(model, moving_forward=forward, moving_backward=backward)
     calls = [
         Prediction(
@@ -162,9 +164,11 @@ def build(
     return Result(Profile(setting, model, about), fitted, unseen, calls, link_errors)
 
 
-def _moving(model: CostModel, moves: Moves, phase: Phase) -> MovingCost:
+def _moving(model: CostModel, moves: Moves, phase: Phase, *, between_nodes: bool) -> MovingCost:
     """What moving rows costs beside the transfers, which nothing covers in layers as short as these."""
-    transfers = [sum(map(model.transfer_seconds, both)) for both in moves.sizes[phase]]
+    transfers = [
+        sum(model.transfer_seconds(size, between_nodes=between_nodes) for size in both) for both in moves.sizes[phase]
+    ]
     return fit_moving(moves.messages[phase], np.array(moves.seconds[phase]) - transfers)
 
 

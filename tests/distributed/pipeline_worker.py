@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
+from unittest import mock
 
 import deepspeed
 import numpy as np
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 
 from deepspeed_distca import Layout, PackedSequenceCollator
 from deepspeed_distca.data.from_layout import batch_from_layout
-from deepspeed_distca.pipeline import DecoderPipeline, pipeline_batch
+from deepspeed_distca.pipeline import DecoderPipeline, pipeline_batch, runtime
 from tests.distributed.engine_worker import VOCABULARY, ds_config, reference
 
 LR = 0.3
@@ -298,6 +299,18 @@ def refusals(stages: int) -> dict[str, str]:
         deepspeed.initialize(model=module, config=ds_config(0, 1, {"enabled": True}))
 
     found["module"] = _message_of(foreign)
+    return found
+
+
+def over_nodes(stages: int) -> list[float]:
+    """What a transfer is taken to carry on one machine, and where each pair of ranks says it is on another."""
+    deepspeed.init_distributed("gloo")
+    found = []
+    for name in ("one", f"of ranks {dist.get_rank() // 2}"):
+        with mock.patch.object(runtime, "machine", lambda name=name: name):
+            engine = make_engine(stages, 1, defaults({}))
+        found.append(engine.distca.server._cost.bytes_per_second)
+        engine.destroy()
     return found
 
 

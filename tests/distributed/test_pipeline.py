@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from deepspeed_distca.scheduler.cost_model import CostModel
 from tests.distributed.harness import run_ranks
 
 WORKER = "tests.distributed.pipeline_worker"
@@ -94,6 +95,12 @@ def test_a_resumed_run_and_the_saved_model_go_on_where_it_was(tmp_path) -> None:
     for outcome in ranks[0]:
         assert outcome["again"] == outcome["losses"][2:]
         assert outcome["evaluation"] == pytest.approx(outcome["of the saved model"], rel=TOLERANCE)
+
+
+def test_over_several_nodes_every_transfer_is_priced_as_between_them() -> None:
+    cost = CostModel()
+    for found in run_ranks(f"{WORKER}:over_nodes", 4, stages=2):
+        assert found == [cost.bytes_per_second, cost.nic_bytes_per_second]
 
 
 @pytest.mark.quick

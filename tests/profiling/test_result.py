@@ -38,11 +38,10 @@ def result(factor: float = 1.0, links: dict | None = None, moves: Moves | None =
     return build(SETTING, TRUE.heads, fitting, unseen, smallest, links or {}, moves, {"date": "today"})
 
 
-def link(off: float = 1.0) -> Link:
+def link(off: float = 1.0, slower: float = 1.0) -> Link:
     sizes, unseen = [2**16, 2**20, 2**24, 2**28], [3 * 2**16, 3 * 2**22]
-    return Link(
-        4, sizes, [LATENCY + size / RATE for size in sizes], unseen, [off * (LATENCY + size / RATE) for size in unseen]
-    )
+    fitted, held_out = ([slower * (LATENCY + size / RATE) for size in given] for given in (sizes, unseen))
+    return Link(4, sizes, fitted, unseen, [off * seconds for seconds in held_out])
 
 
 def test_the_model_behind_the_times_comes_back():
@@ -61,18 +60,22 @@ def test_the_model_behind_the_times_comes_back():
     assert Profile.from_dict(made.profile.to_dict()) == made.profile
 
 
-def test_what_moving_rows_costs_is_what_is_left_of_the_transfers():
+@pytest.mark.parametrize("kinds", [["within a node"], ["within a node", "between nodes"]])
+def test_what_moving_rows_costs_is_what_is_left_of_the_transfers(kinds):
+    """Over several nodes the rows that were moved went between them, whose links are four times as slow here."""
+    slower = 4 if "between nodes" in kinds else 1
+    links = {kind: link(slower=slower if kind == kinds[-1] else 1) for kind in kinds}
     true = {"forward": MovingCost(300 * 10**9, 10**9), "backward": MovingCost(500 * 10**9, 2 * 10**9)}
     counts = {"forward": [10, 40, 120], "backward": [16, 64, 192]}
     sizes = {phase: [(2**16 * m, 2**15 * m) for m in counts[phase]] for phase in PHASES}
     seconds = {
         phase: [
-            (true[phase].layer + true[phase].message * m) / 1e15 + 2 * LATENCY + (out + back) / RATE
+            (true[phase].layer + true[phase].message * m) / 1e15 + slower * (2 * LATENCY + (out + back) / RATE)
             for m, (out, back) in zip(counts[phase], sizes[phase], strict=True)
         ]
         for phase in PHASES
     }
-    made = result(links={"within a node": link()}, moves=Moves(4, counts, sizes, seconds)).profile
+    made = result(links=links, moves=Moves(4, counts, sizes, seconds)).profile
     for phase in PHASES:
         cost = getattr(made.cost, f"moving_{phase}")
         assert cost.layer == pytest.approx(true[phase].layer, rel=0.01)

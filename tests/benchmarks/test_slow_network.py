@@ -26,10 +26,15 @@ def possible() -> Iterator[None]:
     """This machine lets us make namespaces, and a link that tc holds back."""
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("needs root, ip and tc")
-    try:
-        slow_network.link(GIVEN.mbit)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"needs network namespaces: {error.stderr}")
+    name = f"{slow_network.NAMES[0]}x"
+    probe = (
+        f"ip netns add {name} && ip netns exec {name} tc qdisc add dev lo root tbf rate 1mbit burst 4kb latency 9ms"
+    )
+    asked = subprocess.run(probe, shell=True, capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    if asked.returncode:
+        pytest.skip(f"needs network namespaces with tbf: {asked.stderr}")
+    slow_network.link(GIVEN.mbit)
     yield
     slow_network.unlink()
 
@@ -40,7 +45,9 @@ def test_losses_are_plains_and_the_link_carries_what_was_planned() -> None:
     assert nodes["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert any("4 attention servers in 1 group(s) on 2 nodes of 0.025 GB/s a rank" in line for line in nodes["said"])
     assert nodes["planned"] > 2**20
-    assert nodes["bytes"] - plain["bytes"] == pytest.approx(nodes["planned"], rel=0.05)
+    assert nodes["bytes"] - plain["bytes"] == pytest.approx(
+        nodes["planned"], rel=0.02
+    )  # what gloo and TCP put around it
 
 
 def test_a_node_that_is_gone_is_an_error_on_the_other(tmp_path: Path) -> None:

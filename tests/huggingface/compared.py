@@ -7,6 +7,7 @@ first scenario of ``compatibility_worker`` holds that against documents that run
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import traceback
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.doors_worker import documents
+from tests.tiny_llama import llama
 
 #: Rows move, whatever that saves.
 BLOCK: dict[str, Any] = {"advanced": {"granularity": 1, "min_gain": 0.0, "tolerance": 0.0}}
@@ -174,3 +176,9 @@ def outcomes(scenarios: dict[str, Callable[[], Any]]) -> dict[str, Any]:
             found[name] = {"error": f"{type(error).__name__}: {error}"}
         dist.barrier()
     return found
+
+
+@functools.cache
+def wanted() -> Run:
+    """Plain training of the small Llama, which ``compatibility_worker`` holds against each document run alone."""
+    return trained(llama, config_of(False))

@@ -28,16 +28,11 @@ from tests.huggingface.compared import (
     outcomes,
     start,
     trained,
+    wanted,
 )
 from tests.tiny_llama import llama
 
 CPU = {"device": "cpu"}
-
-
-@functools.cache
-def wanted() -> Run:
-    """Plain training, which the first scenario holds against each document run alone."""
-    return trained(llama, config_of(False))
 
 
 def run(folder: str, only: list[str] | None = None) -> dict[str, Any]:

@@ -49,16 +49,11 @@ from tests.huggingface.compared import (
     outcomes,
     start,
     trained,
+    wanted,
 )
-from tests.tiny_llama import llama
+from tests.tiny_llama import SIZES, llama
 
 TASK = TaskType.CAUSAL_LM
-
-
-@functools.cache
-def wanted() -> Run:
-    """Plain training of the small Llama."""
-    return trained(llama, config_of(False))
 
 
 # -- torch and DeepSpeed's tiles ----------------------------------------------------------------------------------
@@ -218,13 +213,7 @@ ULYSSES = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_att
 def qwen() -> torch.nn.Module:
     """Qwen2.5-VL with its rotary embeddings of three axes."""
     text = dict(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
+        **SIZES,
         tie_word_embeddings=False,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2]),
     )

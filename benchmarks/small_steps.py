@@ -91,14 +91,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
-    liger = use_liger() if cuda else False
+    device, liger = begin()
     results: dict[str, Any] = {"about": about(args, device, liger), "steps": [], "host": []}
     end = time.monotonic() + args.budget_seconds
     if args.host:
@@ -113,6 +106,18 @@ def main() -> None:
                 model_steps(args, width, zero, device, results)
     report(args, results)
     leave()
+
+
+def begin() -> tuple[torch.device, bool]:
+    """This process's device, in the process group; and whether models have Liger's kernels."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+    return device, use_liger() if cuda else False
 
 
 def use_liger() -> bool:
@@ -133,7 +138,7 @@ def about(args: argparse.Namespace, device: torch.device, liger: bool) -> dict[s
         "torch": torch.__version__,
         "deepspeed": deepspeed.__version__,
         "liger": liger,
-        **{k: v for k, v in vars(args).items() if k not in ("json", "save", "budget_seconds")},
+        **{k: v for k, v in vars(args).items() if k not in ("json", "save", "measure", "budget_seconds")},
     }
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_distca import AccumulationLoader, PackedSequenceCollator, pack_step
-from deepspeed_distca.data.pack_step import Step
+from deepspeed_distca.data.step_packing import Step
 from tests.distributed.engine_worker import ds_config, full_gradients, reference, tiny_llama
 from tests.distributed.harness import ROOT
 from tests.tiny_llama import VOCABULARY

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from small_steps import MODELS, VOCABULARY, build, meet, on_device, processor, use_liger
+from small_steps import MODELS, VOCABULARY, about, begin, build, meet, on_device
 from transformers import DataCollatorWithFlattening
 
 from deepspeed_distca import AccumulationLoader, PackedSequenceCollator
@@ -54,25 +51,9 @@ def measure(args: argparse.Namespace, plans: Callable[[str, int, int], dict[str,
         plans: for a mix, the ranks and the ZeRO stage the sequences' "lengths", the steps "plain" and "plugin", and
             what is predicted.
     """
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
-    args.attention = args.attention or ("flash_attention_4" if cuda else "sdpa")
-    about = {
-        "card": torch.cuda.get_device_name(device) if cuda else "CPU",
-        "processor": processor(),
-        "ranks": dist.get_world_size(),
-        "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "liger": use_liger() if cuda else False,
-        **{k: v for k, v in vars(args).items() if k not in ("json", "save", "measure")},
-    }
-    results: dict[str, Any] = {"about": about, "steps": []}
+    device, liger = begin()
+    args.attention = args.attention or ("flash_attention_4" if device.type == "cuda" else "sdpa")
+    results: dict[str, Any] = {"about": about(args, device, liger), "steps": []}
     for zero in args.zero:
         engines = {kind: build(args, kind, args.width, zero, device) for kind in KINDS[:2]}
         for mix in args.mixes:
@@ -83,7 +64,7 @@ def measure(args: argparse.Namespace, plans: Callable[[str, int, int], dict[str,
         for engine in engines.values():
             engine.destroy()
         engines.clear()
-        if cuda:
+        if device.type == "cuda":
             torch.cuda.empty_cache()
     if dist.get_rank() == 0:
         print(f"\n{table(results)}\n", flush=True)

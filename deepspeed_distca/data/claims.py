@@ -54,7 +54,7 @@ def read_claims(
     Args:
         said: the descriptions: lists, arrays or tensors. ``packed_seq_params`` come as
             :func:`~.packed_params.fields` has them.
-        layout: what a layout claims, "layout" by name.
+        layout: what a layout claims, which has to cut wherever rows end and padding does.
         pieces: where a layout has pieces of documents that begin elsewhere, bool [rows * tokens].
 
     Raises:
@@ -81,10 +81,10 @@ def read_claims(
         there = _begins_of_positions(positions, rows, tokens)
         # A piece of a document may begin at the very position behind what is stored before it.
         claims.append(Claim("position_ids", there if pieces is None else there | pieces))
-    return Claimed(_agreed(claims, real, rows, tokens), real, positions, mask is not None or bool(stored))
+    return Claimed(_agreed(claims, real, rows, tokens, layout), real, positions, mask is not None or bool(stored))
 
 
-def _agreed(claims: list[Claim], real: np.ndarray, rows: int, tokens: int) -> np.ndarray:
+def _agreed(claims: list[Claim], real: np.ndarray, rows: int, tokens: int, layout: Claim | None) -> np.ndarray:
     """Where documents begin by all claims, bool [rows * tokens]; padding and the ends of rows cut in any case.
 
     Padding behind a document belongs to it, as far as attention goes: no real token sees it, and alone it would be a
@@ -108,8 +108,8 @@ def _agreed(claims: list[Claim], real: np.ndarray, rows: int, tokens: int) -> np
                 f"there is padding before token {bad % tokens} of row {bad // tokens}, which by "
                 f"{claim.name} goes on with a document; padding may stand before and behind documents, not inside"
             )
-    if claims and claims[0].name == "layout":
-        inside = edges & ~claims[0].begins
+    if layout is not None:
+        inside = edges & ~layout.begins
         if inside.any():
             bad = int(np.flatnonzero(inside)[0])
             what = f"the end of row {bad // tokens - 1}" if bad % tokens == 0 else "the end of padding"

@@ -101,10 +101,11 @@ class DistCAConfig(_Options):
     """ Ranks that share their attention work: consecutive data-parallel ranks, a divisor of their number.
     Left out: all of them. """
 
-    keep_attention: bool = True
+    keep_attention: bool | None = None
     """ Keep output and lse of core attention in layers under activation checkpointing, so that recomputation neither
     computes nor exchanges it again. Costs tokens x heads x (v_head_dim x bytes of an element + 4) bytes a layer until
-    backward. Pipelines always keep it. """
+    backward. Pipelines always keep it. Left out: of as many layers as there is memory for on every rank, once two
+    steps have shown what training takes; of all on CPUs. """
 
     token_weighted_loss: bool = True
     """ Weight the model's loss so that its mean over ranks and micro-batches is the mean over all target tokens. """

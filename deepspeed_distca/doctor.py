@@ -182,7 +182,7 @@ def _memory(block: DistCAConfig, model: Model, tokens: int) -> Finding:
     kept = layers * tokens * heads.query * (heads.head_dim * heads.element_size + 4) / gib  # out, and lse in fp32
     staging = block.advanced.staging_mib / 1024
     text = f"{staging:.1f} GiB a GPU for staging where peer copies are used"
-    if block.keep_attention:
+    if block.keep_attention is not False:
         text += f"; under activation checkpointing {kept:.1f} GiB for kept attention (`keep_attention`)"
     return Finding("note", "memory", text)
 

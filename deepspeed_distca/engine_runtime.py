@@ -39,6 +39,8 @@ from deepspeed_distca.huggingface.adapter import (
 )
 from deepspeed_distca.huggingface.contract import find_contract
 from deepspeed_distca.huggingface.early_gradients import EarlyGradients
+from deepspeed_distca.huggingface.kept_attention import KeptAttention
+from deepspeed_distca.huggingface.kept_layers import KeptLayers, device_memory
 from deepspeed_distca.huggingface.ping_pong import PingPong
 from deepspeed_distca.huggingface.twice_called import TwiceCalled
 from deepspeed_distca.layout import Layout
@@ -201,8 +203,16 @@ class Runtime:
             self,
             contract=contract,
             weight_loss=config.token_weighted_loss,
-            keep_attention=config.keep_attention,
+            keep_attention=config.keep_attention is not False,
         )
+        self._kept_layers = KeptLayers(
+            len(modules),
+            replace(heads, element_size=attention_dtype(engine).itemsize).return_bytes,
+            lambda: engine.global_steps - engine.skipped_steps,
+            # Whoever has decided it needs no memory to be known.
+            lambda: device_memory(engine.device) if config.keep_attention is None else None,
+        )
+        self._kept_said = config.keep_attention is not None or dist.get_rank() > 0
         weighted = config.token_weighted_loss and contract.weighting is not None
         later = contract.weighting == "mean" or engine.gradient_accumulation_steps() > 1
         self._early_gradients = EarlyGradients(decoder, self.failed) if weighted and later else None
@@ -246,6 +256,10 @@ class Runtime:
     def request(self, given: MicroBatch | Exception, device: torch.device) -> PlanRequest:
         """See ``huggingface.adapter.Planner``."""
         self._watch.begin()
+        if isinstance(given, MicroBatch):
+            tokens = given.layout.tokens
+            mine = int(tokens[self.place[0] if len(tokens) > 1 else 0])
+            given = replace(given, kept_layers=self._kept_layers.affordable(mine))
         request = self.server.request(given, device)
         if isinstance(given, Exception):
             request.result()  # raises: the model could not run on such an input anyway
@@ -262,6 +276,18 @@ class Runtime:
     def plan_alone(self, layout: Layout) -> StepPlan:
         """See ``huggingface.adapter.Planner``."""
         return self.server.plan_alone(layout)
+
+    def kept(self, kept: KeptAttention) -> None:
+        """See ``huggingface.adapter.Planner``."""
+        self._kept_layers.note(len(kept))
+        self.server.note_kept(len(kept))
+        if kept.wanted and self._kept_layers.measured and not self._kept_said:
+            self._kept_said = True
+            print(
+                f"distca: there is memory to keep core attention of {len(kept)} of {kept.wanted} checkpointed layers; "
+                "recomputation repeats that of the others (`keep_attention` is left out)",
+                flush=True,
+            )
 
     def failed(self, error: BaseException) -> None:
         """See ``huggingface.adapter.Planner``."""

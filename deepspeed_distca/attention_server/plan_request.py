@@ -28,6 +28,7 @@ class PlanRequest:
     Attributes:
         divisor: fp32 scalar on the device; it has its value from the first :meth:`result` on, which is before any
             later work on the stream reads it.
+        kept_layers: of how many checkpointed layers core attention is kept, from the first :meth:`result` on.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class PlanRequest:
         device: torch.device,
     ) -> None:
         self.divisor = torch.ones((), device=device)
+        self.kept_layers = 0
         self._gathered, self._make = gathered, make
         self._plan: StepPlan | None = None
 
@@ -47,6 +49,8 @@ class PlanRequest:
             Exception: of agreeing and planning; with an input that cannot be used, the same on every rank.
         """
         if self._plan is None:
-            self._plan, divisor = self._make(self._gathered())
+            everyone = self._gathered()
+            self._plan, divisor = self._make(everyone)
+            self.kept_layers = everyone.kept_layers
             self.divisor.fill_(divisor)
         return self._plan

@@ -167,6 +167,10 @@ class AttentionServer:
             self._watch.planned(sum(self._layers.values()))
         return StepPlan(plans, self._kernel, halves), divisor or 1.0
 
+    def note_kept(self, layers: int) -> None:
+        """Core attention of so many layers was kept for recomputation, in a micro-batch of the current step."""
+        self._statistics.kept_layers = layers
+
     def plan_tick(
         self, phase: Phase, kinds: Sequence[tuple[Layout, int | None, int]], *, note: bool, micro_batches: int = 0
     ) -> list[RankPlan]:

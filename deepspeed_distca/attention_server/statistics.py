@@ -33,6 +33,8 @@ class StepStatistics:
         exposed_seconds: measured seconds in which this rank (on CPU: its host) waited for an exchange and no attention
             kernel ran, be it for the transfer itself or for a server that was not ready to send.
         micro_batches: how many of them there were.
+        kept_layers: checkpointed layers whose attention was kept for recomputation, in the last of them. Pipelines and
+            nano-batches keep all, which does not count.
         previous_server_seconds, previous_exposed_seconds: the same two of the optimizer step before, as far as they
             can be told without waiting for the device; None where they cannot.
     """
@@ -47,6 +49,7 @@ class StepStatistics:
     server_seconds: float = 0.0
     exposed_seconds: float = 0.0
     micro_batches: int = 0
+    kept_layers: int = 0
     previous_server_seconds: float | None = None
     previous_exposed_seconds: float | None = None
 

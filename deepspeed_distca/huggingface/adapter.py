@@ -83,6 +83,9 @@ class Planner(Protocol):
     def plan_alone(self, layout: Layout) -> StepPlan:
         """Everything on this rank, without a word to the others: for evaluation."""
 
+    def kept(self, kept: KeptAttention) -> None:
+        """A training forward has ended: what is kept of it for recomputation."""
+
     def failed(self, error: BaseException) -> None:
         """A forward failed after its plan was asked for: the other ranks must know, and are not to wait for it."""
 
@@ -95,12 +98,14 @@ class _Forward:
         nothing: it has no real token, so it may have no part in any loss.
         weight: own targets and the divisor by which a loss that is a mean over them is scaled afterwards.
         watched: who looks on, in a model's first one.
+        kept: of its attention, for recomputation.
     """
 
     training: bool
     nothing: bool = False
     weight: tuple[int, torch.Tensor] | None = None
     watched: watched_by | None = None
+    kept: KeptAttention | None = None
 
 
 class DecoderHooks:
@@ -117,7 +122,7 @@ class DecoderHooks:
         contract: how the model reads its arguments.
         weight_loss: divide the model's summed loss by the divisor that comes with a plan, unless the caller gave
             ``num_items_in_batch`` himself.
-        keep_attention: recomputation of layers does not repeat core attention.
+        keep_attention: recomputation does not repeat core attention, of as many layers as ranks agree on.
     """
 
     def __init__(
@@ -211,8 +216,8 @@ class DecoderHooks:
             for key in _OPTIONAL - self._signature.parameters.keys():
                 kwargs.pop(key, None)
         kwargs[PLAN] = plan
-        if running.training and self._keep_attention:
-            kwargs[KEPT] = KeptAttention()
+        if isinstance(plan, PlanRequest) and self._keep_attention:
+            kwargs[KEPT] = running.kept = KeptAttention(lambda: plan.kept_layers)
         if looked_at:
             witness = FirstForward(model, self._windows, kwargs.get("position_ids"))
             kwargs[WITNESS] = witness
@@ -296,6 +301,8 @@ class DecoderHooks:
                     self._planner.failed(error)
                 raise
             self._checked = True
+        if running.kept is not None:
+            self._planner.kept(running.kept)
         if running.nothing or (running.weight is not None and not running.weight[0]):
             return _without_losses(output)
         if running.weight is not None:

@@ -11,6 +11,7 @@ Nothing depends on finding something: where nothing was kept, core attention is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,12 +28,18 @@ class KeptAttention:
     until its recomputation.
 
     Args:
+        limit: called for the number of layers of which it is kept, the first ones; None: of all. Ranks that exchange
+            rows need the same.
         always: keep that of every layer, and have it for every further call. For pipelines, whose stages do not
             recompute at the same time: a layer that exchanged rows again would find nobody there.
+
+    Attributes:
+        wanted: layers that are recomputed, as far as forward has come.
     """
 
-    def __init__(self, *, always: bool = False) -> None:
-        self._always = always
+    def __init__(self, limit: Callable[[], int] | None = None, *, always: bool = False) -> None:
+        self._limit, self._always = limit, always
+        self.wanted = self._given = 0
         #: By attention module, from its first call on; None: there is nothing (any more) to be used.
         self._kept: dict[nn.Module, _Kept | None] = {}
 
@@ -64,9 +71,15 @@ class KeptAttention:
             again = module in self._kept
             out, lse = plan.attend(q, k, v, spec, None)
             # Of a module that was called twice nobody could tell which call is recomputed.
-            keep = self._always or (in_checkpoint() and not again)
+            keep = self._always or (in_checkpoint() and not again and self._has_room())
             self._kept[module] = _Kept.of(out, lse) if keep else None
             return out, lse
+
+    def _has_room(self) -> bool:
+        self.wanted += 1
+        room = self._limit is None or self._given < self._limit()
+        self._given += room
+        return room
 
     def __len__(self) -> int:
         """How many layers wait for their recomputation."""

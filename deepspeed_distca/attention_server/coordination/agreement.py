@@ -97,10 +97,16 @@ class Agreement:
             self._check_shards(firsts)
             self._check_layouts(firsts)
             layout = self._layout(firsts, mine.layout, lengths)
+            kept_layers = int(firsts["kept_layers"].min())
             firsts = firsts[:: self._shards]  # one of each replica
             self._compare_tokens(firsts["tokens_digest"])
             steps = firsts["step_targets"].tolist()
-            return GlobalMicroBatch(layout, sum(firsts["targets"].tolist()), None if min(steps) < 0 else sum(steps))
+            return GlobalMicroBatch(
+                layout,
+                sum(firsts["targets"].tolist()),
+                None if min(steps) < 0 else sum(steps),
+                kept_layers=kept_layers,
+            )
 
         return together
 
@@ -123,6 +129,7 @@ class Agreement:
             fingerprint=self._fingerprint,
             layout_digest=fingerprint(layout.segments) if layout.num_ranks > 1 or self._shards > 1 else 0,
             tokens_digest=micro_batch.tokens_digest,
+            kept_layers=micro_batch.kept_layers,
         )
 
     def _in_step(self, arrived: Callable[[], np.ndarray], message: np.ndarray) -> np.ndarray:

@@ -38,6 +38,7 @@ _ABOUT = (
     "fingerprint",  # of what all ranks must have alike
     "layout_digest",  # of a layout of several ranks
     "tokens_digest",
+    "kept_layers",  # of how many layers it can keep core attention
     "left",  # it left the last micro-batch before that was planned
 )
 _FIRST = np.dtype([*((name, np.int64) for name in _ABOUT), ("values", np.int64, (_SIZE - len(_ABOUT),))])

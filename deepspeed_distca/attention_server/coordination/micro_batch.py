@@ -24,6 +24,7 @@ class MicroBatch:
         step_targets: the same over the whole accumulation step, where known.
         tokens_digest: 63 bits of its tokens, by which ranks find that all of them have the same; 0: not known.
         ahead: its plan, where a loader has made it already; not told to the others.
+        kept_layers: of how many checkpointed layers this rank can keep core attention for recomputation.
     """
 
     layout: Layout
@@ -31,6 +32,7 @@ class MicroBatch:
     step_targets: int | None = None
     tokens_digest: int = 0
     ahead: Any = None
+    kept_layers: int = 0
 
     def problem(self) -> str:
         """Why it cannot be told to the others; or nothing."""
@@ -49,8 +51,10 @@ class GlobalMicroBatch:
         layout: of the servers of this rank's group.
         targets: target tokens of the micro-batch over all ranks.
         step_targets: the same over the accumulation step, where every rank knew it.
+        kept_layers: of how many checkpointed layers every rank can keep core attention.
     """
 
     layout: Layout
     targets: int
     step_targets: int | None
+    kept_layers: int = 0

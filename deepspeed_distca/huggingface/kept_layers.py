@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of how many checkpointed layers there is memory to keep core attention, where ``keep_attention`` is left out.
+
+A run that just fits must not die of what the plugin keeps. So the first steps keep nothing and show what training
+takes by itself; what the device has beyond that, less a margin, is for attention. Ranks tell each other their numbers
+with every micro-batch, and all go by the smallest: a layer that is not kept is exchanged again in recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+#: Optimizer steps that keep nothing. In the first one optimizers make their states, and ZeRO-3 fetches nothing ahead.
+_STEPS = 2
+#: Share of the device's memory that is left free: the allocator loses some to fragments.
+_MARGIN = 0.1
+
+
+class Memory(NamedTuple):
+    """A device's, for this process.
+
+    Attributes:
+        limit: bytes that tensors may have together.
+        peak: bytes that they had at most, so far.
+        retries: how often the allocator had to give cached memory back to find room.
+    """
+
+    limit: int
+    peak: int
+    retries: int
+
+
+def device_memory(device: torch.device) -> Memory | None:
+    """What the caching allocator says; None where the device has none. Waits for nothing."""
+    if device.type != "cuda":
+        return None
+    statistics = torch.cuda.memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device)
+    limit = min(
+        free + statistics["reserved_bytes.all.current"],
+        int(torch.cuda.get_per_process_memory_fraction(device) * total),
+    )
+    return Memory(limit, statistics["allocated_bytes.all.peak"], statistics["num_alloc_retries"])
+
+
+class KeptLayers:
+    """One rank's number of layers, micro-batch by micro-batch.
+
+    Args:
+        layers: attention layers of the model.
+        token_bytes: bytes that a kept layer takes for each token: out and lse.
+        steps: called for the number of optimizer steps taken.
+        memory: called for the device's memory; None: it is not known, and every layer is kept.
+
+    Attributes:
+        measured: whether the number comes from the device's memory by now.
+    """
+
+    def __init__(
+        self, layers: int, token_bytes: int, steps: Callable[[], int], memory: Callable[[], Memory | None]
+    ) -> None:
+        self._layers, self._token_bytes, self._steps, self._memory = layers, token_bytes, steps, memory
+        self.measured = False
+        self._first: int | None = None  # optimizer step that was the first
+        self._tokens = self._largest = 1  # of the last micro-batch, and of the largest one
+        self._kept = 0  # bytes that were kept of the last micro-batch
+        self._alone = 0  # bytes that training takes at most without what is kept
+        self._most = 2**62  # bytes that may be kept
+        self._seen = Memory(0, 0, 0)
+
+    def affordable(self, tokens: int) -> int:
+        """How many layers' attention may be kept of a micro-batch; to be asked once before each.
+
+        Args:
+            tokens: of the micro-batch on this rank.
+        """
+        memory = self._memory()
+        if memory is None:
+            return self._layers
+        self._look(memory)
+        # A micro-batch that is larger than all before takes more in the same proportion, or less.
+        self._tokens, self._kept = max(1, tokens), 0
+        alone = self._alone * max(1.0, self._tokens / self._largest)
+        self._largest = max(self._largest, self._tokens)
+        step = self._steps()
+        if self._first is None:
+            self._first = step
+        self.measured = step >= self._first + _STEPS
+        if not self.measured:
+            return 0
+        room = min(self._most, memory.limit * (1 - _MARGIN) - alone)
+        return max(0, min(self._layers, int(room // (self._tokens * self._token_bytes))))
+
+    def note(self, layers: int) -> None:
+        """Of so many layers it was kept, in the micro-batch that was asked about last."""
+        self._kept = layers * self._tokens * self._token_bytes
+
+    def _look(self, memory: Memory) -> None:
+        """At how the last micro-batch went."""
+        if memory.peak > self._seen.peak:
+            # Less than training alone took if the peak came while less was kept, but the same may be kept again.
+            self._alone = max(self._alone, memory.peak - self._kept)
+        if memory.retries > self._seen.retries and self._kept:
+            self._most = self._kept // 2
+        self._seen = memory

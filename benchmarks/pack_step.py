@@ -4,8 +4,8 @@
     python benchmarks/pack_step.py [--save FILE]
     torchrun --nproc_per_node 2 benchmarks/pack_step.py --measure --zero 1 3 --json FILE --save FILE
 
-Predicted for Llama-3-8B on H200s, as `ds_distca advise` predicts (`advise.predict`: attention, matrix products and
-0.37 of these for all else; with 64 ranks in nodes of 8). "LPT" is what frameworks do that balance work, at the same
+Predicted for Llama-3-8B on H200s, as `ds_distca advise` predicts (micro-batches without the optimizer; with 64 ranks
+in nodes of 8). "LPT" is what frameworks do that balance work, at the same
 cap: the sequence with the most work next, to the least loaded place that has room, work being its matrix products and
 its attention by the cost model. Where ranks meet in every micro-batch (ZeRO-3, which gathers weights, and ZeRO-2),
 places are the ranks of as few micro-batches as it gets by with, and those of like work run together. Where ranks meet
@@ -36,12 +36,13 @@ import numpy as np
 from workloads.sampling import document_lengths
 
 from deepspeed_distca import pack_step
-from deepspeed_distca.advise import LLAMA_3_8B, OTHER, Model, predict, training_options
+from deepspeed_distca.advise import training_options
 from deepspeed_distca.data import pack_documents
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel
+from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND
 from deepspeed_distca.scheduler.profiles import Setting, choose
-from deepspeed_distca.scheduler.worth import LINEAR_WORK, PlanOptions
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
+from deepspeed_distca.simulator.step import Training, plain, predict, seconds
 
 RANKS, CAPS, NODE = (2, 8, 64), (32768, 65536), 8
 MIXES = ("answers", "answers, few", "long or short", "ProLong", "one long", "short")
@@ -93,24 +94,20 @@ def lengths_of(mix: str, ranks: int, cap: int, seed: int = 0) -> np.ndarray:
 class Predictor:
     """What steps take."""
 
-    model: Model
-    cost: CostModel
-    options: PlanOptions
+    training: Training
 
     @classmethod
     def of(cls, ranks: int, config: dict[str, Any] = LLAMA_3_8B) -> Predictor:
         model = Model.of(config)
         options = training_options(config, ranks, NODE if ranks > NODE else None)
-        return cls(model, choose(H200, model.heads, folder=None).cost, options)
+        return cls(Training(model, choose(H200, model.heads, folder=None).cost, options))
 
     def alone(self, lengths: list[int]) -> float:
         """Seconds of a rank's micro-batch where it waits for nobody."""
         if not lengths:
             return 0.0
-        one = PlanOptions(
-            self.options.tolerance, self.options.granularity, linear_flops=self.options.linear_flops, min_gain=1.0
-        )
-        return predict(Layout.from_lengths([lengths]), self.model, self.cost, one).plain
+        layout, training = Layout.from_lengths([lengths]), self.training
+        return seconds(training, plain(training, layout), layout.tokens.max())
 
     def alone_all(self, step: Step, lengths: np.ndarray) -> np.ndarray:
         """The same for all ranks, [micro-batches, ranks]."""
@@ -121,15 +118,14 @@ class Predictor:
         taken = 0.0
         for batch in step:
             rows = [lengths[rank].tolist() for rank in batch]
-            found = predict(Layout.from_lengths(rows).filled(), self.model, self.cost, self.options)
+            found = predict(self.training, Layout.from_lengths(rows).filled())
             taken += found.plugin if found.moves else max(map(self.alone, rows))
         return taken
 
     def work(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds of sequences, without what a micro-batch takes beside them."""
-        model, cost = self.model, self.cost
-        flops = sum(model.windows.values()) * model.layer_flops + model.output_flops
-        token = (1 + OTHER) * cost.linear_seconds(flops * sum(LINEAR_WORK.values()))
+        model, cost = self.training.model, self.training.cost
+        token = model.layers * sum(map(self.training.linear, PHASES)) + self.training.output()
         nothing, found = np.zeros_like(lengths), lengths * token
         for window, layers in model.windows.items():
             for phase in PHASES:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `ds_distca advise` predicts of steps beside what was measured, for all results of whole steps in this folder.
 
-    python benchmarks/predictions.py [--save FILE]
+    python benchmarks/predictions.py [--save FILE] [--chart FILE]
 
 Every batch of those runs is made anew and predicted by the shipped cost model of an H200, as `ds_distca advise` does.
 Plain is DeepSpeed without the plugin. An error is predicted over measured, less one: the median and the worst of a
-run's batches. Nothing was fitted to these runs but one number, what a step takes beside attention and matrix products
-(`advise.OTHER`), by the first of them. Left out: batches that were placed anew, runs without the plugin's default
-options, and one whose kernels were compiled in its steps. Runs of whole_model.py and two_versions.py have Liger's
-kernels, whose element-wise work is less: their steps are shorter than predicted, with and without the plugin.
+run's batches. Nothing was fitted to these runs but one number (`simulator.step.OTHER`), by plain's steps of the first
+of them. Left out: batches that were placed anew, runs without the plugin's default options, and one whose kernels were
+compiled in its steps.
 """
 
 from __future__ import annotations
@@ -22,18 +21,39 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from steps import batches
+from svg import Drawing
 from workloads.sampling import layouts
 
-from deepspeed_distca.advise import LLAMA_3_8B, Model, predict, training_options
+from deepspeed_distca.advise import training_options
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.profiles import Setting, choose
+from deepspeed_distca.scheduler import profiles
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
+from deepspeed_distca.simulator.step import Training, predict
 
 RESULTS = Path(__file__).parent / "results"
 FIRST = "step_time_2xh200_64k.json"
-H200 = Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16")
+H200 = profiles.Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16")
 SMALL = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
 #: Below it a step is the host's, of which is not known how long it takes.
 LEAST_TOKENS = 16384
+
+
+#: What the errors of a run's steps are held to: their median and the worst of them.
+MEDIAN, WORST = 0.05, 0.10
+#: Runs that do not keep to it, by file and the width of the model, and why.
+BEYOND = {
+    (
+        "step_time_2xh200_published.json",
+        4096,
+    ): "a single step of a batch, most likely one in which flash-attn compiled "
+    "a kernel for tasks of another rank (docs/performance.md, Four GPUs); all others are within 4 %",
+    ("step_time_2xh200_zero3.json", 4096): "the same",
+    (
+        "small_steps_2xh200.json",
+        2048,
+    ): "its heads have 64 elements: attention (even less short) takes 1.12 times what "
+    "the cost model says, which is scaled from heads of 128; with those it takes 0.98 to 1.02 times",
+}
 
 
 class Measured(NamedTuple):
@@ -50,7 +70,9 @@ class Run(NamedTuple):
     name: str
     what: str
     config: dict[str, Any]
+    zero: int
     checkpointing: bool
+    liger: bool
     measured: list[Measured]
 
 
@@ -73,7 +95,7 @@ def step_times() -> Iterator[Run]:
         ]
         config = {**LLAMA_3_8B, "num_hidden_layers": args["layers"], "vocab_size": args["vocabulary"]}
         what = f"{world} GPUs, {args['tokens'] // 1024}K tokens, {args['layers']} layers, ZeRO-{args['zero']}"
-        yield Run(file.name, what, config, args["checkpointing"], measured)
+        yield Run(file.name, what, config, args["zero"], args["checkpointing"], False, measured)
 
 
 def _ms(kinds: dict[str, Any], kind: str) -> float | None:
@@ -86,7 +108,15 @@ def whole_model() -> Run:
     made = drawn(about["tokens"], about["ranks"], about["batches"], about["seed"], "{}#{}", first=0)
     times = [{name: statistics.median(s["ms"] for s in run["steps"][name]) for name in run["steps"]} for run in both]
     measured = [Measured(layout, times[0].get(name), times[1].get(name)) for name, layout in made.items()]
-    return Run("whole_model_2xh200_*.json", "2 GPUs, Llama-3-8B, ZeRO-3, checkpointing", LLAMA_3_8B, True, measured)
+    return Run(
+        "whole_model_2xh200_*.json",
+        "2 GPUs, Llama-3-8B, ZeRO-3, checkpointing, Liger",
+        LLAMA_3_8B,
+        3,
+        True,
+        True,
+        measured,
+    )
 
 
 def two_versions() -> Iterator[Run]:
@@ -99,9 +129,8 @@ def two_versions() -> Iterator[Run]:
         ]
         config = {**LLAMA_3_8B, "num_hidden_layers": about["layers"], "vocab_size": about["vocabulary"]}
         what = f"2 GPUs, 64K tokens, {about['layers']} layers, ZeRO-{about['zero']}"
-        yield Run(
-            file.name, what + ", checkpointing" * about["checkpointing"], config, about["checkpointing"], measured
-        )
+        again, zero = about["checkpointing"], about["zero"]
+        yield Run(file.name, what + ", checkpointing" * again + ", Liger", config, zero, again, True, measured)
 
 
 def drawn(tokens: int, ranks: int, count: int, seed: int, name: str, first: int) -> dict[str, Layout]:
@@ -124,9 +153,11 @@ def small_steps() -> Iterator[Run]:
             measured = [
                 Measured(_small(row["mix"], row["tokens"]), row["ms"]["plain"], row["ms"]["plugin"]) for row in rows
             ]
-            what = f"2 GPUs, {width} wide, {layers} layers, 16K tokens or more, ZeRO-1"
+            what = f"2 GPUs, {width} wide, {layers} layers, 16K tokens or more, ZeRO-1, Liger"
             if rows:
-                yield Run(file, what, {**config, "num_hidden_layers": layers, "vocab_size": 32000}, False, measured)
+                yield Run(
+                    file, what, {**config, "num_hidden_layers": layers, "vocab_size": 32000}, 1, False, True, measured
+                )
 
 
 def _small(mix: str, tokens: int) -> Layout:
@@ -134,39 +165,116 @@ def _small(mix: str, tokens: int) -> Layout:
     return Layout.from_lengths({"even": [long, long], "short": [short, short]}.get(mix, [long, short]))
 
 
-def row(run: Run) -> list[str] | None:
-    """One line of the table; None where the plugin was not run as it is by default."""
-    model, options = Model.of(run.config), training_options(run.config)
-    cost = choose(H200, model.heads, folder=None).cost
-    plain, plugin, speed_up = [], [], []
+class Errors(NamedTuple):
+    """Of a run's batches: predicted over measured, less one."""
+
+    run: Run
+    plain: list[float]
+    plugin: list[float]
+    speed_up: list[float]
+
+    @property
+    def steps(self) -> list[float]:
+        """Of all steps."""
+        return [*self.plain, *self.plugin]
+
+    @property
+    def median(self) -> float:
+        """Of the sizes of all steps' errors."""
+        return statistics.median(map(abs, self.steps))
+
+    @property
+    def worst(self) -> float:
+        return max(map(abs, self.steps))
+
+    @property
+    def beyond(self) -> str:
+        """Why it does not keep to MEDIAN and WORST; empty where it has to."""
+        return BEYOND.get((self.run.name, self.run.config["hidden_size"]), "")
+
+    def cells(self) -> list[str]:
+        """Of the table."""
+        told = (f"{statistics.median(e):+.1%}, {max(e, key=abs):+.1%}" if e else "" for e in self[1:])
+        return [self.run.name, self.run.what, str(len(self.run.measured)), *told]
+
+
+def errors(run: Run) -> Errors | None:
+    """None where the plugin was not run as it is by default."""
+    model = Model.of(run.config)
+    cost = profiles.choose(H200, model.heads, folder=None).cost
+    training = Training(model, cost, training_options(run.config), run.checkpointing, run.liger, run.zero)
+    found = Errors(run, [], [], [])
     for batch in run.measured:
-        p = predict(batch.layout, model, cost, options, checkpointing=run.checkpointing)
-        plain += [] if batch.plain is None else [p.plain * 1e3 / batch.plain - 1]
-        plugin += [] if batch.plugin is None else [p.plugin * 1e3 / batch.plugin - 1]
+        p, end = predict(training, batch.layout), training.end(batch.layout.num_ranks)
+        plain, plugin = p.plain + end, p.plugin + end
+        if batch.plain is not None:
+            found.plain.append(plain * 1e3 / batch.plain - 1)
+        if batch.plugin is not None:
+            found.plugin.append(plugin * 1e3 / batch.plugin - 1)
         if batch.plain is not None and batch.plugin is not None:
-            speed_up.append(p.plain / p.plugin * batch.plugin / batch.plain - 1)
-    if not plugin:
-        return None
-    return [run.name, run.what, str(len(run.measured)), *map(_errors, (plain, plugin, speed_up))]
+            found.speed_up.append(plain / plugin * batch.plugin / batch.plain - 1)
+    return found if found.plugin else None
 
 
-def _errors(found: list[float]) -> str:
-    return f"{statistics.median(found):+.1%}, {max(found, key=abs):+.1%}" if found else ""
+def table() -> list[Errors]:
+    """Of all runs."""
+    runs = (*step_times(), whole_model(), *two_versions(), *small_steps())
+    return [found for run in runs if (found := errors(run)) is not None]
+
+
+def in_markdown(rows: list[Errors]) -> str:
+    head = ["results", "what", "batches", "plain: median, worst", "plugin: median, worst", "speed-up: median, worst"]
+    lines = [head, ["---"] * len(head), *(row.cells() for row in rows)]
+    every = [abs(error) for row in rows for error in row.steps]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    within = sum(error <= 0.05 for error in every) / len(every)
+    beyond = "".join(f"\n- {row.run.name}, {row.run.what}: {row.beyond}." for row in rows if row.beyond)
+    return (
+        f"{text}\n\nAll {len(every)} steps together: the median of the errors' sizes is "
+        f"{statistics.median(every):.1%}, {within:.0%} of them are within 5 %. Every run has a median of {MEDIAN:.0%} "
+        f"and a worst of {WORST:.0%} at most, but for\n{beyond}"
+    )
+
+
+def chart(rows: list[Errors]) -> Drawing:
+    """Every step's error, a line for each run; steps whose kernels were compiled are beyond the edge."""
+    top, left, right, line, edge = 60, 330, 20, 22, 0.12
+    width, height = 900, top + line * len(rows) + 40
+    drawing = Drawing(width, height, "Predicted over measured seconds of steps, less one, of every run")
+    scale = (width - left - right) / (2 * edge)
+
+    def x(error: float) -> float:
+        return left + (edge + min(max(error, -edge), edge)) * scale
+
+    drawing.text(16, 26, "Predicted over measured seconds of a step, less one", bold=True)
+    drawing.key(left, 46, [("plain", "plain"), ("plugin", "plugin")], 90)
+    low, bottom = top - 4, top + line * len(rows)
+    for percent in (-10, -5, 0, 5, 10):
+        at = x(percent / 100)
+        drawing.line(at, low, at, bottom, "soft" if not percent else "rule", dashed=bool(percent))
+        drawing.text(at, bottom + 18, f"{percent:+d} %" if percent else "0", colour="soft", size=12, anchor="middle")
+    for number, row in enumerate(rows):
+        y = top + line * number
+        drawing.text(16, y + 13, row.run.what.replace(" tokens", ""), size=11)
+        for shift, kind, found in ((0, "plain", row.plain), (9, "plugin", row.plugin)):
+            for error in found:
+                drawing.rect(x(error) - 1.5, y + shift, 3, 8, kind)
+    return drawing
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", type=Path, help="the report in Markdown")
+    parser.add_argument("--chart", type=Path, help="the errors in SVG")
     args = parser.parse_args()
-    head = ["results", "what", "batches", "plain: median, worst", "plugin: median, worst", "speed-up: median, worst"]
-    rows = [row(run) for run in (*step_times(), whole_model(), *two_versions(), *small_steps())]
-    table = "\n".join(
-        f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *(r for r in rows if r is not None))
-    )
-    print(table)
+    rows = table()
+    text = in_markdown(rows)
+    print(text)
     if args.save:
-        notes = (__doc__ or "").partition("[--save FILE]")[2].strip()
-        args.save.write_text(f"{notes}\n\n{datetime.date.today().isoformat()}:\n\n{table}\n")
+        notes = (__doc__ or "").partition("[--chart FILE]")[2].strip()
+        args.save.write_text(f"{notes}\n\n{datetime.date.today().isoformat()}:\n\n{text}\n")
+    if args.chart:
+        chart(rows).save(args.chart)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 """Whether the plugin pays for some documents, a model and a number of GPUs: predicted by what plans in training.
 
 Documents are drawn and packed as people pack them: in random order, one behind another, cut where a rank's row is
-full. Each micro-batch is then planned by training's own rules. A step is predicted as its attention, its matrix
-products (the decoder layers' and the output's), and :data:`OTHER` times the latter for all else.
+full. Each micro-batch is then planned by training's own rules, and :mod:`deepspeed_distca.simulator` says what a step
+of it takes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,141 +21,20 @@ import torch
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.data.lengths import read_json
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.plan_options import linear_flops, of_first_layer, plan_options
-from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
-from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.routes import RouteCompiler
-from deepspeed_distca.scheduler.worth import (
-    LINEAR_WORK,
-    PLAIN_HOST,
-    SEARCH,
-    SEARCH_SEGMENT,
-    PlanOptions,
-    Worth,
-)
+from deepspeed_distca.plan_options import plan_options
+from deepspeed_distca.scheduler.worth import PlanOptions
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
+from deepspeed_distca.simulator.step import Training, predict
+
+__all__ = ["LLAMA_3_8B", "Model", "advise", "micro_batches", "read_config", "training_options"]
 
 #: Speed-up from which on it pays: less is lost in what is not predicted.
 WORTHWHILE = 1.02
-#: Seconds of element-wise work and the optimizer for each second of matrix products. In 24 batches of 64K tokens on
-#: two H200s (8B's width, ZeRO-1) it was 0.34 to 0.39; docs/performance.md, "Predicted steps", has what it is good for.
-OTHER = 0.37
-
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
 #: GPUs that one node has at most, as far as anybody knows.
 NODE = 8
 _NODES = (
     "all ranks are taken to be in one node, since --node-size was not given; over slow links less is won, or nothing"
 )
-_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-
-
-@dataclass(frozen=True)
-class Model:
-    """What of a model a step's time depends on.
-
-    Attributes:
-        name: for people to read.
-        windows: how many layers there are with each window; None is full causal attention.
-        heads: of each.
-        layer_flops, output_flops: of a forward of a layer's linear work, and of the output layer, for a token.
-    """
-
-    name: str
-    windows: dict[int | None, int]
-    heads: Heads
-    layer_flops: int
-    output_flops: int
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Model:
-        """From a HuggingFace configuration (config.json).
-
-        Raises:
-            ValueError: one without the sizes of a decoder.
-        """
-        given = config.get("text_config") or config
-        missing = [key for key in _NEEDED if not isinstance(given.get(key), int)]
-        if missing:
-            raise ValueError(f"the model's configuration has no {', '.join(missing)}; a decoder's config.json has")
-        sizes = of_first_layer(SimpleNamespace(**given))
-        query = sizes.num_attention_heads
-        heads = Heads(
-            query,
-            getattr(sizes, "num_key_value_heads", None) or query,
-            getattr(sizes, "head_dim", None) or sizes.hidden_size // query,
-        )
-        vocabulary = int(given.get("vocab_size") or 0)
-        name = f"{given.get('model_type', 'model')}, {given['num_hidden_layers']} layers of {sizes.hidden_size}"
-        return cls(name, _windows(given), heads, linear_flops(sizes), 2 * sizes.hidden_size * vocabulary)
-
-
-def _windows(config: Mapping[str, Any]) -> dict[int | None, int]:
-    """Layers by window, as transformers' configurations describe them."""
-    layers, window = config["num_hidden_layers"], config.get("sliding_window")
-    if window is None or config.get("use_sliding_window") is False:
-        return {None: layers}
-    kinds = config.get("layer_types") or ["sliding_attention"] * layers
-    sliding = sum(kind == "sliding_attention" for kind in kinds)
-    return {kind: count for kind, count in ((None, layers - sliding), (int(window), sliding)) if count}
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """Seconds of one micro-batch, forward and backward.
-
-    Attributes:
-        plain, plugin: of the slowest rank.
-        ideal: plain's with its attention spread evenly for nothing. With checkpointing the plugin may be faster.
-        balance: largest over mean attention of the ranks, as documents lie.
-        moves: whether rows move.
-    """
-
-    plain: float
-    plugin: float
-    ideal: float
-    balance: float
-    moves: bool
-
-
-def predict(
-    layout: Layout, model: Model, cost: CostModel, options: PlanOptions, *, checkpointing: bool = False
-) -> Predicted:
-    """A micro-batch, planned as training does.
-
-    Args:
-        layout: of the ranks that share attention.
-        cost: for the model's heads.
-        options: of planning; see :func:`training_options`.
-        checkpointing: every layer's forward is computed a second time; by the plugin without its attention.
-    """
-    plain = plugin = ideal = before = mean = 0.0
-    moves = False
-    early = options.nodes is None  # peer copies, within a node, send results as soon as they are there
-    for phase, (window, layers) in product(PHASES, model.windows.items()):
-        worth = Worth(layout, window, phase, cost, options, early=early, layers=layers)
-        _, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
-        linear, even, host = worth.whole - worth.before, worth.least(), PLAIN_HOST[phase]
-        again = checkpointing and phase == "forward"
-        rest = linear * (OTHER + again * (1 + OTHER))  # of a layer, the same whoever computes attention
-        if compiler.moves_rows:
-            moves = True
-            plugin += SEARCH + SEARCH_SEGMENT * len(layout.segments)
-        plain += layers * max(worth.whole + rest + again * worth.before, host)
-        plugin += layers * max(worth.takes(compiler) + rest, host)
-        ideal += layers * max(linear + rest + (1 + again) * even, host)
-        before, mean = before + layers * worth.before, mean + layers * even
-    passes = int(layout.tokens.max()) * sum(LINEAR_WORK.values())
-    output = (1 + OTHER) * cost.linear_seconds(model.output_flops * passes)
-    plain, plugin, ideal = (seconds + output for seconds in (plain, plugin, ideal))
-    return Predicted(plain, plugin, ideal, before / mean if mean else 1.0, moves)
 
 
 def training_options(config: Mapping[str, Any], ranks: int = 1, node_size: int | None = None) -> PlanOptions:
@@ -171,22 +49,27 @@ def training_options(config: Mapping[str, Any], ranks: int = 1, node_size: int |
     return plan_options(parse_config({}), torch.device("cuda"), sizes, servers=machines)
 
 
-def micro_batches(lengths: np.ndarray, ranks: int, tokens: int, count: int, seed: int) -> Iterator[Layout]:
-    """Documents in random order, one behind another into rows of so many tokens for each rank; what a row's end cuts
-    off is a document of its own in the next one. As many micro-batches as the documents fill, or `count`.
+def micro_batches(
+    lengths: np.ndarray, ranks: int, tokens: int, count: int, seed: int, context: int | None = None
+) -> Iterator[Layout]:
+    """Documents in random order, one behind another into contexts; what a context's end cuts off is a document of its
+    own in the next one. As many micro-batches as the documents fill, or `count`.
 
     Args:
         lengths: of the documents, int64 [n], all positive.
+        tokens: of each rank.
+        context: tokens of a context, of one rank or of several that follow on each other; None is a rank's.
     """
     order = np.random.default_rng(seed).permutation(len(lengths))
-    ends = np.cumsum(lengths[order])
-    for batch in range(min(count, int(ends[-1]) // (ranks * tokens) if len(ends) else 0)):
-        rows = []
-        for row in range(batch * ranks, (batch + 1) * ranks):
-            low, high = row * tokens, (row + 1) * tokens
-            inside = ends[np.searchsorted(ends, low, side="right") : np.searchsorted(ends, high, side="left")]
-            rows.append(np.diff(np.concatenate([[low], inside, [high]])))
-        yield Layout.from_lengths(rows)
+    ends, size = np.cumsum(lengths[order]), ranks * tokens
+    for batch in range(min(count, int(ends[-1]) // size if len(ends) else 0)):
+        low = batch * size
+        inside = ends[np.searchsorted(ends, low, side="right") : np.searchsorted(ends, low + size)] - low
+        documents = np.union1d(inside, np.arange(0, size, context or tokens))  # where they begin
+        begin = np.union1d(documents, np.arange(0, size, tokens))
+        document = np.searchsorted(documents, begin, side="right") - 1
+        columns = begin // tokens, document, begin - documents[document], np.diff(begin, append=size)
+        yield Layout(np.stack(columns, axis=1), ranks)
 
 
 @dataclass(frozen=True)
@@ -248,16 +131,7 @@ class Advice:
 
 
 def advise(
-    lengths: np.ndarray,
-    model: Model,
-    cost: CostModel,
-    options: PlanOptions,
-    *,
-    ranks: int,
-    tokens: int,
-    checkpointing: bool = False,
-    count: int = 20,
-    seed: int = 0,
+    lengths: np.ndarray, training: Training, *, ranks: int, tokens: int, count: int = 20, seed: int = 0
 ) -> Advice:
     """Whether it pays.
 
@@ -265,22 +139,16 @@ def advise(
         lengths: of the documents, int64 [n], all positive.
         ranks: that share attention.
         tokens: of each rank in a micro-batch.
-        checkpointing: see :func:`predict`.
         count: the most micro-batches that are drawn.
 
     Raises:
         ValueError: fewer tokens than a micro-batch has.
     """
-    found = [
-        predict(layout, model, cost, options, checkpointing=checkpointing)
-        for layout in micro_batches(lengths, ranks, tokens, count, seed)
-    ]
+    found = [predict(training, layout) for layout in micro_batches(lengths, ranks, tokens, count, seed)]
     if not found:
-        raise ValueError(
-            f"the {len(lengths)} documents have {int(lengths.sum())} tokens, a micro-batch of {ranks} ranks with "
-            f"{tokens} each needs {ranks * tokens}; give more documents, fewer ranks or fewer tokens"
-        )
-    plain, plugin, ideal = (np.array([getattr(p, name) for p in found]) for name in ("plain", "plugin", "ideal"))
+        raise too_few(lengths, ranks, tokens)
+    end = training.end(ranks)
+    plain, plugin, ideal = (np.array([getattr(p, name) + end for p in found]) for name in ("plain", "plugin", "ideal"))
     speed_up = plain.sum() / plugin.sum()
     pays, could = speed_up >= WORTHWHILE, plain.sum() / ideal.sum()
     gain = f"perfect balance would make a step {could:.2f}x faster"
@@ -301,8 +169,16 @@ def advise(
         sum(p.moves for p in found) / len(found),
         bool(pays),
         why,
-        _NODES if ranks > NODE and options.nodes is None else "",
+        _NODES if ranks > NODE and training.options.nodes is None else "",
         {"distca": {"enabled": True}} if pays else {},
+    )
+
+
+def too_few(lengths: np.ndarray, ranks: int, tokens: int) -> ValueError:
+    """Documents that do not fill a micro-batch."""
+    return ValueError(
+        f"the {len(lengths)} documents have {int(lengths.sum())} tokens, a micro-batch of {ranks} ranks with "
+        f"{tokens} each needs {ranks * tokens}; give more documents, fewer ranks or fewer tokens"
     )
 
 

@@ -11,7 +11,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -243,6 +244,13 @@ def _print_plan(report: dict[str, Any]) -> None:
 
 
 def _advise_arguments(parser: argparse.ArgumentParser) -> None:
+    _documents_arguments(parser)
+    parser.add_argument("--node-size", type=_positive_int, help="GPUs of a node, of several (all are in one)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _documents_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of what predicts steps: documents, model, GPUs."""
     parser.add_argument(
         "documents",
         metavar="DOCUMENTS",
@@ -251,49 +259,72 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=_positive_int, required=True, help="GPUs that share attention")
     parser.add_argument("--tokens-per-rank", type=_positive_int, required=True, help="of a micro-batch")
-    parser.add_argument("--node-size", type=_positive_int, help="GPUs of a node, of several (all are in one)")
     parser.add_argument("--column", help="of the documents (length where there is one, else input_ids)")
     parser.add_argument("--model", metavar="FILE", help="a model's config.json (Llama-3-8B's sizes)")
     parser.add_argument("--cost", metavar="FILE", help="of `ds_distca profile --save` (an H200's shipped one)")
     parser.add_argument("--checkpointing", action="store_true", help="activations are computed a second time")
+    parser.add_argument("--liger", action="store_true", help="the model has Liger's kernels (transformers' own)")
+    parser.add_argument("--zero", choices=("0", "1", "2", "3"), default="1", help="stage of ZeRO (1)")
     parser.add_argument("--micro-batches", type=_positive_int, default=20, help="the most that are drawn (20)")
     parser.add_argument("--seed", type=int, default=0, help="of their order (0)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def _advise(arguments: argparse.Namespace) -> int:
-    from deepspeed_distca.advise import LLAMA_3_8B, Model, advise, read_config, training_options
-    from deepspeed_distca.data.lengths import read_lengths
-    from deepspeed_distca.scheduler.profiles import ProfileError, Setting, choose
+    from deepspeed_distca.advise import advise
 
-    if arguments.ranks > _MAX_RANKS:
-        raise UsageError(f"--ranks was given {arguments.ranks}; allowed: 1 to {_MAX_RANKS}")
-    try:
-        config = LLAMA_3_8B if arguments.model is None else read_config(Path(arguments.model))
-        model = Model.of(config)
-        h200 = Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16")
-        choice = choose(h200, model.heads, arguments.cost, folder=None)
+    with _one_line(arguments):
+        lengths, training, source = _read_documents(arguments, arguments.node_size)
         advice = advise(
-            read_lengths(Path(arguments.documents), arguments.column),
-            model,
-            choice.cost,
-            training_options(config, arguments.ranks, arguments.node_size),
+            lengths,
+            training,
             ranks=arguments.ranks,
             tokens=arguments.tokens_per_rank,
-            checkpointing=arguments.checkpointing,
             count=arguments.micro_batches,
             seed=arguments.seed,
         )
+    if arguments.json:
+        print(json.dumps(advice.to_dict()))
+        return 0
+    print(f"model: {training.model.name}; cost model {source}")
+    print(advice)
+    return 0
+
+
+@contextmanager
+def _one_line(arguments: argparse.Namespace) -> Iterator[None]:
+    """What is wrong with documents, a model or a layout of ranks is an error of the command line."""
+    from deepspeed_distca.scheduler.profiles import ProfileError
+
+    try:
+        yield
     except OSError as error:
         raise UsageError(f"{error.filename or arguments.documents}: {error.strerror or error}") from error
     except (ValueError, TypeError, OverflowError, ProfileError) as error:
         raise UsageError(str(error)) from error
-    if arguments.json:
-        print(json.dumps(advice.to_dict()))
-        return 0
-    print(f"model: {model.name}; cost model {choice.source}")
-    print(advice)
-    return 0
+
+
+def _read_documents(arguments: argparse.Namespace, node_size: int | None) -> tuple[Any, Any, str]:
+    """Lengths of the documents, what is trained, and where its cost model is from."""
+    from deepspeed_distca.advise import read_config, training_options
+    from deepspeed_distca.data.lengths import read_lengths
+    from deepspeed_distca.scheduler.profiles import Setting, choose
+    from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
+    from deepspeed_distca.simulator.step import Training
+
+    if arguments.ranks > _MAX_RANKS:
+        raise UsageError(f"--ranks was given {arguments.ranks}; allowed: 1 to {_MAX_RANKS}")
+    config = LLAMA_3_8B if arguments.model is None else read_config(Path(arguments.model))
+    model = Model.of(config)
+    choice = choose(Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16"), model.heads, arguments.cost, folder=None)
+    training = Training(
+        model,
+        choice.cost,
+        training_options(config, arguments.ranks, node_size),
+        arguments.checkpointing,
+        arguments.liger,
+        int(arguments.zero),
+    )
+    return read_lengths(Path(arguments.documents), arguments.column), training, choice.source
 
 
 # -- doctor -----------------------------------------------------------------------------------------------------------

@@ -5,25 +5,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 
-from deepspeed_distca.advise import LLAMA_3_8B, OTHER, Model, micro_batches, predict, training_options
+from deepspeed_distca.advise import micro_batches, training_options
 from deepspeed_distca.cli import main
 from deepspeed_distca.data.lengths import read_lengths
 from deepspeed_distca.layout import LENGTH, Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.worth import LINEAR_WORK, SEARCH, SEARCH_SEGMENT, Worth
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
+from deepspeed_distca.simulator.step import MEMORY_RATE, OTHER, Training, predict
 
 TOKENS = 65536
 MODEL = Model.of(LLAMA_3_8B)
 LAYERS = 32
 COST = CostModel.fitted(MODEL.heads)
 OPTIONS = training_options(LLAMA_3_8B)
+TRAINING = Training(MODEL, COST, OPTIONS)
 UNEVEN = [TOKENS, *[TOKENS // 16] * 16] * 6
 
 
@@ -74,19 +78,21 @@ def test_the_text_says_what_to_do(advise) -> None:
 def test_a_step_is_the_sum_of_its_parts(checkpointing: bool) -> None:
     """Counted anew, from what training decides by."""
     layout = Layout.from_lengths([[TOKENS], [TOKENS // 16] * 16])
-    found = predict(layout, MODEL, COST, OPTIONS, checkpointing=checkpointing)
-    plain = plugin = 0.0
+    training = replace(TRAINING, checkpointing=checkpointing)
+    found = predict(training, layout)
+    plain = plugin = TOKENS * MODEL.loss_bytes(liger=False) / MEMORY_RATE
     for phase in PHASES:
-        times = LINEAR_WORK[phase] + (checkpointing and phase == "forward")
+        again = checkpointing and phase == "forward"
+        times = LINEAR_WORK[phase] + again
         products = (LAYERS * MODEL.layer_flops * times + MODEL.output_flops * LINEAR_WORK[phase]) * TOKENS
         work = (1 + OTHER) * COST.linear_seconds(products)
+        work += (1 + again) * LAYERS * TOKENS * MODEL.element_bytes(phase, liger=False) / MEMORY_RATE
         worth = Worth(layout, None, phase, COST, OPTIONS, early=True, layers=LAYERS)
         _, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
-        attention = float(worth.home.loads.max()) / 1e15
-        plain += work + LAYERS * attention * (1 + (checkpointing and phase == "forward"))
+        plain += work + LAYERS * float(worth.home.loads.max()) / 1e15 * (1 + again)
         plugin += work + LAYERS * worth.seconds(compiler) + SEARCH + SEARCH_SEGMENT * 17
     assert (found.plain, found.plugin) == pytest.approx((plain, plugin), rel=1e-9)
-    assert found.moves and found.balance == pytest.approx(1.86, abs=0.02)
+    assert found.moves and found.balance == pytest.approx(1.86, abs=0.03)
 
 
 def test_windows_count() -> None:
@@ -100,7 +106,9 @@ def test_windows_count() -> None:
     models = {name: Model.of(config) for name, config in configs.items()}
     assert [models[name].windows for name in configs] == [{None: 32}, {None: 32}, {None: 16, 4096: 16}, {4096: 32}]
     layout = Layout.from_lengths([[TOKENS], [TOKENS // 16] * 16])
-    full, mixed, windowed = (predict(layout, models[name], COST, OPTIONS) for name in ("full", "mixed", "all"))
+    full, mixed, windowed = (
+        predict(replace(TRAINING, model=models[name]), layout) for name in ("full", "mixed", "all")
+    )
     assert mixed.plain == pytest.approx((full.plain + windowed.plain) / 2)
     assert full.plain > mixed.plain > windowed.plain and full.balance > mixed.balance > windowed.balance
 
@@ -109,7 +117,7 @@ def test_perfect_balance_is_never_slower() -> None:
     draw = np.random.default_rng(3)
     for tokens in (4096, 16384, 65536):
         for layout in micro_batches(draw.integers(1, tokens, 400), 4, tokens, 5, seed=1):
-            found = predict(layout, MODEL, COST, OPTIONS)
+            found = predict(TRAINING, layout)
             assert found.ideal <= found.plugin * (1 + 1e-12) <= found.plain * (1 + 1e-9)
 
 

@@ -21,6 +21,7 @@ LAYERS = (
     ("pipeline", "engine_runtime"),
     ("engine_hooks",),
     ("__init__",),
+    ("simulator",),
     ("advise",),
     ("doctor",),
     ("cli", "run"),
@@ -36,6 +37,7 @@ WITHOUT = {
     "attention_server": ("deepspeed", "transformers"),
     "data": ("deepspeed", "transformers"),
     "profiling": ("deepspeed", "transformers"),
+    "simulator": ("torch", "deepspeed", "transformers"),
     "advise": ("deepspeed", "transformers"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

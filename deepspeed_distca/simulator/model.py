@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a model a step's time and memory depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from deepspeed_distca.plan_options import linear_flops, of_first_layer
+from deepspeed_distca.scheduler.cost_model import Phase
+from deepspeed_distca.scheduler.heads import Heads
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+#: Bytes that element-wise work of a decoder layer reads and writes for a token, for each element of the hidden state,
+#: of the feed-forward part, and of q, k and v's heads together. transformers' own Llama, operator by operator, in bf16
+#: (tests/simulator/test_model.py counts them), and with Liger's norm, rotary embedding and SwiGLU in their place, of
+#: which each reads its arguments and writes its results once.
+_ELEMENTWISE: dict[tuple[bool, Phase], tuple[int, int, int]] = {
+    (False, "forward"): (84, 10, 20),
+    (False, "backward"): (214, 18, 28),
+    (True, "forward"): (20, 6, 4),
+    (True, "backward"): (42, 10, 4),
+}
+#: Bytes for each logit, forward and backward: cast to fp32, softmax, gradient, cast back; or Liger's loss in place.
+_LOSS = {False: 36, True: 6}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder's sizes.
+
+    Attributes:
+        name: for people to read.
+        windows: how many layers there are with each window; None is full causal attention.
+        heads: of each.
+        hidden, wide: elements of a hidden state, and of the feed-forward part that a token goes through.
+        vocabulary: of the output layer.
+        layer_flops, output_flops: of a forward of a layer's linear work, and of the output layer, for a token.
+        layer_parameters, outer_parameters: of a layer, and of embedding and output together.
+    """
+
+    name: str
+    windows: dict[int | None, int]
+    heads: Heads
+    hidden: int
+    wide: int
+    vocabulary: int
+    layer_flops: int
+    layer_parameters: int
+    outer_parameters: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Model:
+        """From a HuggingFace configuration (config.json).
+
+        Raises:
+            ValueError: one without the sizes of a decoder.
+        """
+        given = config.get("text_config") or config
+        if not isinstance(given, Mapping):
+            raise ValueError(f"the model's text_config must be a JSON object, got {type(given).__name__}")
+        missing = [key for key in _NEEDED if type(given.get(key)) is not int or given[key] < 1]
+        if missing:
+            raise ValueError(f"the model's configuration has no {', '.join(missing)}; a decoder's config.json has")
+        sizes = of_first_layer(SimpleNamespace(**given))
+        query = sizes.num_attention_heads
+        key_value = getattr(sizes, "num_key_value_heads", None) or query
+        heads = Heads(query, key_value, getattr(sizes, "head_dim", None) or sizes.hidden_size // query)
+        layers, hidden, flops = given["num_hidden_layers"], sizes.hidden_size, linear_flops(sizes)
+        projections = hidden * 2 * (query + key_value) * heads.head_dim
+        wide = (flops // 2 - projections) // (3 * hidden)
+        vocabulary = int(given.get("vocab_size") or 0)
+        active = getattr(sizes, "num_experts_per_tok", None)
+        experts = next((given[key] for key in _EXPERTS if type(given.get(key)) is int), 1) if active else 1
+        layer = projections + 3 * hidden * wide * experts // (active or 1)
+        embeddings = vocabulary * hidden * (1 if given.get("tie_word_embeddings") else 2)
+        name = f"{given.get('model_type', 'model')}, {layers} layers of {hidden}"
+        return cls(name, _windows(given), heads, hidden, wide, vocabulary, flops, layer, embeddings)
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return sum(self.windows.values())
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return self.layers * self.layer_parameters + self.outer_parameters
+
+    @property
+    def output_flops(self) -> int:
+        return 2 * self.hidden * self.vocabulary
+
+    def element_bytes(self, phase: Phase, liger: bool) -> int:
+        """Bytes that a layer's element-wise work moves for a token in a phase."""
+        hidden, wide, rotated = _ELEMENTWISE[liger, phase]
+        heads = (self.heads.query + self.heads.key_value) * self.heads.head_dim
+        return hidden * self.hidden + wide * self.wide + rotated * heads
+
+    def loss_bytes(self, liger: bool) -> int:
+        """Bytes that the loss moves for a token, forward and backward, beside the output's matrix products."""
+        return _LOSS[liger] * self.vocabulary
+
+
+def _windows(config: Mapping[str, Any]) -> dict[int | None, int]:
+    """Layers by window, as transformers' configurations describe them."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if window is None or config.get("use_sliding_window") is False:
+        return {None: layers}
+    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    sliding = sum(kind == "sliding_attention" for kind in kinds)
+    return {kind: count for kind, count in ((None, layers - sliding), (int(window), sliding)) if count}

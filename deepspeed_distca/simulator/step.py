@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step takes: its matrix products and element-wise work, attention and its exchange as training's planner has
+them, ZeRO's traffic and the optimizer.
+
+A layer's phase is described by a :class:`Load`, whoever spreads attention; a step is so many of them, the output layer
+and what comes at its end. One number in it was fitted to measured steps, :data:`OTHER`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel, Phase
+from deepspeed_distca.scheduler.routes import RouteCompiler
+from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, home_tasks
+from deepspeed_distca.scheduler.worth import LINEAR_WORK, PLAIN_HOST, SEARCH, SEARCH_SEGMENT, PlanOptions, Worth
+from deepspeed_distca.simulator.model import Model
+
+#: Seconds for each of matrix products that are neither these, at attention's rate, nor element-wise work, the loss or
+#: the optimizer. Fitted to the first of the runs in docs/predict.md, and to nothing else.
+OTHER = 0.137
+#: Bytes a second of an H200's memory, by its data sheet.
+MEMORY_RATE = 4.8e12
+#: Bytes that the optimizer moves for each parameter that it keeps: torch's AdamW, tensor by tensor in fp32, and
+#: DeepSpeed's casts, norm and scaling of gradients around it.
+OPTIMIZER_BYTES = 104
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained on what.
+
+    Attributes:
+        model: see there.
+        cost: for the model's heads.
+        options: of planning, with the nodes of all ranks that train together.
+        checkpointing: every layer's forward is computed a second time; by the plugin without its attention.
+        liger: norms, rotary embeddings, SwiGLU and the loss are Liger's kernels.
+        zero: stage of ZeRO, 0 to 3.
+        stages: of the pipeline, each with as many layers.
+    """
+
+    model: Model
+    cost: CostModel
+    options: PlanOptions
+    checkpointing: bool = False
+    liger: bool = False
+    zero: int = 1
+    stages: int = 1
+
+    def linear(self, phase: Phase) -> float:
+        """Seconds of a layer for a token, beside core attention; in backward with the forward that is repeated."""
+        seconds = (1 + OTHER) * self.cost.linear_seconds(self.model.layer_flops * LINEAR_WORK[phase])
+        seconds += self.model.element_bytes(phase, self.liger) / MEMORY_RATE
+        return seconds + (self.linear("forward") if self.again(phase) else 0.0)
+
+    def output(self) -> float:
+        """Seconds of the output layer and the loss for a token, forward and backward."""
+        flops = self.model.output_flops * sum(LINEAR_WORK.values())
+        return (1 + OTHER) * self.cost.linear_seconds(flops) + self.model.loss_bytes(self.liger) / MEMORY_RATE
+
+    def again(self, phase: Phase) -> bool:
+        """Whether a layer's forward is part of the phase a second time."""
+        return self.checkpointing and phase == "backward"
+
+    def host(self, phase: Phase) -> float:
+        """Seconds that the host takes for a phase of a layer in which nothing moves."""
+        return PLAIN_HOST[phase] + (PLAIN_HOST["forward"] if self.again(phase) else 0.0)
+
+    def node_size(self, ranks: int) -> int:
+        """Ranks of a node."""
+        return len(self.options.nodes.servers[0]) if self.options.nodes else ranks
+
+    def gathered(self, size: float, ranks: int) -> float:
+        """Seconds until each of so many consecutive ranks has `size` bytes, of which each held an equal part: links
+        within a node carry all of it, and the NICs of a node together bring what others hold once. The same the other
+        way, where parts are summed."""
+        node = min(self.node_size(ranks), ranks)
+        nodes = -(-ranks // node)
+        near = self.cost.transfer_seconds(int(size * (ranks - 1) / ranks))
+        far = self.cost.transfer_seconds(int(size * (nodes - 1) / nodes / node), between_nodes=True)
+        return float(max(near, far))
+
+    def zero_layer(self, phase: Phase, ranks: int) -> float:
+        """Seconds of ZeRO-3's traffic under a layer's phase: parameters are gathered, gradients are scattered."""
+        times = 0 if self.zero < 3 else 1 if phase == "forward" else 2
+        return times * self.gathered(2 * self.model.layer_parameters, ranks // self.stages)
+
+    def end(self, ranks: int) -> float:
+        """Seconds of what comes at a step's end: gradients and parameters of ZeRO 0 to 2, and the optimizer."""
+        replicas, mine = ranks // self.stages, self.model.parameters / self.stages
+        moved = 0.0 if self.zero == 3 else 2 * self.gathered(2 * mine, replicas)
+        return moved + OPTIMIZER_BYTES * mine / (replicas if self.zero else 1) / MEMORY_RATE
+
+
+@dataclass(frozen=True)
+class Load:
+    """One phase of one layer, or more of one kind, on all ranks.
+
+    Attributes:
+        linear, attention: seconds of each rank, float64 [num_ranks].
+        exposed: seconds in which a rank computes nothing for the sake of rows, float64 [num_ranks].
+        host: seconds that the host takes.
+        below: seconds of traffic under it that nothing shortens.
+        sent: bytes of rows that each rank sends in a layer, float64 [num_ranks].
+        meets: whether every rank waits for all others in the layer.
+        extra: seconds beside the layers of the kind, once.
+    """
+
+    linear: np.ndarray
+    attention: np.ndarray
+    exposed: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    host: float = 0.0
+    below: float = 0.0
+    sent: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    meets: bool = False
+    extra: float = 0.0
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """Seconds of each rank where it waits for nobody, float64 [num_ranks]."""
+        return np.maximum(self.linear + self.attention + self.exposed, max(self.host, self.below))
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest rank."""
+        return float(self.ranks.max())
+
+
+#: By window and phase.
+Loads = dict[tuple[int | None, Phase], Load]
+
+
+def at_home(training: Training, layout: Layout, phase: Phase, window: int | None) -> np.ndarray:
+    """Seconds of each rank's attention where nothing moves, in forward or backward alone, float64 [num_ranks]."""
+    rows, loads = home_tasks(layout, window), np.zeros(layout.num_ranks)
+    cost = training.cost.cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START], window, phase)
+    np.add.at(loads, rows[:, SERVER], cost / UNITS_PER_SECOND)
+    return loads
+
+
+def plain(training: Training, layout: Layout) -> Loads:
+    """Every rank computes the attention of its own documents, which are whole."""
+    found: Loads = {}
+    for window, phase in product(training.model.windows, PHASES):
+        attention: np.ndarray = at_home(training, layout, phase, window)
+        if training.again(phase):
+            attention = attention + at_home(training, layout, "forward", window)
+        linear, below = training.linear(phase) * layout.tokens, training.zero_layer(phase, layout.num_ranks)
+        found[window, phase] = Load(
+            linear, attention, host=training.host(phase), below=below, meets=training.zero == 3
+        )
+    return found
+
+
+def plugin(training: Training, layout: Layout, phases: tuple[Phase, ...] = PHASES) -> Loads:
+    """As training plans it by default; checkpointing does not repeat attention."""
+    found: Loads = {}
+    cost, nodes = training.cost, training.options.nodes
+    early = nodes is None  # peer copies, within a node, send results as soon as they are there
+    for (window, layers), phase in product(training.model.windows.items(), phases):
+        worth = Worth(layout, window, phase, cost, training.options, early=early, layers=layers)
+        tasks, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
+        linear = training.linear(phase) * layout.tokens
+        below, host = training.zero_layer(phase, layout.num_ranks), training.host(phase)
+        if not compiler.moves_rows:
+            attention = worth.home.loads / UNITS_PER_SECOND
+            found[window, phase] = Load(linear, attention, host=host, below=below, meets=training.zero == 3)
+            continue
+        attention, seconds = tasks.loads / UNITS_PER_SECOND, worth.seconds(compiler)
+        out, back = compiler.bytes_between(cost.heads, phase)
+        sizes = out + back
+        if nodes is not None and below:  # NICs carry ZeRO's traffic beside rows
+            across = np.where(nodes.across, sizes, 0)
+            below += float(cost.transfer_seconds(across.sum(axis=1), across.sum(axis=0), between_nodes=True).max())
+        moving = worth.moved(seconds, int(compiler.messages(phase).max()))[1] - PLAIN_HOST[phase]
+        found[window, phase] = Load(
+            np.full_like(linear, linear.max()),  # the last to finish it is waited for
+            attention,
+            exposed=np.full_like(linear, max(seconds - attention.max(), 0.0)),
+            host=host + moving,
+            below=below,
+            sent=sizes.sum(axis=1),
+            meets=True,
+            extra=SEARCH + SEARCH_SEGMENT * len(layout.segments),
+        )
+    return found
+
+
+def evened(training: Training, layout: Layout) -> Loads:
+    """Perfect balance for nothing: every rank has as many tokens and as much attention, and none travels."""
+    found: Loads = {}
+    for window, phase in product(training.model.windows, PHASES):
+        each = np.full(layout.num_ranks, 1.0)
+        linear = each * (training.linear(phase) * layout.tokens.mean())
+        attention = each * at_home(training, layout, phase, window).mean()
+        found[window, phase] = Load(
+            linear, attention, host=training.host(phase), below=training.zero_layer(phase, layout.num_ranks)
+        )
+    return found
+
+
+def seconds(training: Training, loads: Loads, tokens: float) -> float:
+    """Of a micro-batch, forward and backward, without the step's end.
+
+    Args:
+        tokens: of the rank with the most of them.
+    """
+    windows = training.model.windows
+    layers = sum(windows[window] * load.seconds + load.extra for (window, _), load in loads.items())
+    return layers + training.output() * tokens
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds of one micro-batch, forward and backward, without the step's end.
+
+    Attributes:
+        plain, plugin: of the slowest rank.
+        ideal: with attention spread evenly for nothing; checkpointing does not repeat it, as with the plugin.
+        balance: largest over mean attention of the ranks, as documents lie.
+        moves: whether rows move.
+    """
+
+    plain: float
+    plugin: float
+    ideal: float
+    balance: float
+    moves: bool
+
+
+def predict(training: Training, layout: Layout) -> Predicted:
+    """A micro-batch without the plugin, with it, and with perfect balance."""
+    before, after, ideal = plain(training, layout), plugin(training, layout), evened(training, layout)
+    tokens, windows = layout.tokens.max(), training.model.windows
+    most, mean = (
+        sum(windows[window] * float(of(load.attention)) for (window, _), load in before.items())
+        for of in (np.max, np.mean)
+    )
+    return Predicted(
+        seconds(training, before, tokens),
+        seconds(training, after, tokens),
+        seconds(training, ideal, layout.tokens.mean()),
+        most / mean if mean else 1.0,
+        any(load.extra > 0 for load in after.values()),
+    )

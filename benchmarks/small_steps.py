@@ -13,7 +13,8 @@ rank; "long|short", one on even ranks and sixteen on odd ones. All take turns, t
 row, which are timed from a barrier to a barrier: 1 lets nothing of a step hide under the one before. Nor does
 DeepSpeed by itself: its throughput timer waits for the device at every step, unless it is told not to, by
 `--ds-config '{"timers": {"throughput": {"synchronized": false}}}'`. The ideal of "long|short" is the mean of plain's
-"even" and "short". Milliseconds of a step are medians of the slowest rank.
+"even" and "short". Milliseconds of a step are medians of the slowest rank. `--compile` adds both kinds after
+`engine.compile()`, and how many graphs torch made for them on a batch, before its steps were timed + while they were.
 
 `--host` adds the host's time to queue a layer's core attention of "long|short" behind a busy device: by transformers'
 function, by the plugin's with everything at home, and with rows moved as if they cost nothing. In brackets: what a
@@ -28,6 +29,7 @@ import os
 import platform
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -64,6 +66,7 @@ MODELS = {2048: (16, 8192, 64), 4096: (4, 14336, 128), 64: (2, 128, 16)}
 VOCABULARY = 32000
 MIXES = ("even", "short", "long|short")
 KINDS = ("plain", "plugin", "two lines")
+COMPILED = ("plain compiled", "plugin compiled")
 #: Layers whose host time is taken at once: fewer launches than a device's queue holds.
 LAYERS = 8
 
@@ -75,7 +78,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="in place of the width's")
     parser.add_argument("--zero", type=int, nargs="+", default=[1])
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--compile", action="store_true", help="engine.compile()")
+    parser.add_argument("--compile", action="store_true", help="plain and plugin after engine.compile() too")
     parser.add_argument("--block", type=json.loads, default={}, help="JSON, more keys of the `distca` block")
     parser.add_argument("--ds-config", type=json.loads, default={}, help="JSON, more keys of the ds_config, for all")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS[1:]), choices=KINDS[1:], help="beside plain")
@@ -92,7 +95,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     device, liger = begin()
-    results: dict[str, Any] = {"about": about(args, device, liger), "steps": [], "host": []}
+    if args.compile:
+        torch._dynamo.config.recompile_limit *= 2  # of a function's graphs, and two models have the same functions
+    results: dict[str, Any] = {"about": about(args, device, liger), "steps": [], "host": [], "failed": []}
     end = time.monotonic() + args.budget_seconds
     if args.host:
         results["host"] = [
@@ -157,6 +162,7 @@ def lengths(mix: str, tokens: int) -> list[int]:
 def build(args: argparse.Namespace, kind: str, width: int, zero: int, device: torch.device) -> Any:
     layers, feed_forward, head_dim = MODELS[width]
     layers = args.layers or layers
+    plugin = kind in ("plugin", "plugin compiled")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": device.type == "cuda"},
@@ -166,7 +172,7 @@ def build(args: argparse.Namespace, kind: str, width: int, zero: int, device: to
         "steps_per_print": 10**9,
         **args.ds_config,
     }
-    if kind != "plain":
+    if plugin:
         config["distca"] = {"enabled": True, **args.block}
     heads = width // head_dim
     architecture = LlamaConfig(
@@ -189,7 +195,7 @@ def build(args: argparse.Namespace, kind: str, width: int, zero: int, device: to
         model.gradient_checkpointing_enable({"use_reentrant": False})
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.train()
-    if args.compile:
+    if kind in COMPILED:
         engine.compile()
     return engine
 
@@ -198,23 +204,37 @@ def model_steps(
     args: argparse.Namespace, width: int, zero: int, device: torch.device, results: dict[str, Any]
 ) -> None:
     """Collective: all batches of one model, appended to the results as they come."""
-    engines = {kind: build(args, kind, width, zero, device) for kind in KINDS[:2]}
+    compiled = COMPILED if args.compile else ()
+    engines = {kind: build(args, kind, width, zero, device) for kind in (*KINDS[:2], *compiled)}
     engines["two lines"] = engines["plugin"]
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    collators = {"plain": flatten, "plugin": deepspeed_distca.PackedSequenceCollator(), "two lines": flatten}
-    kinds = ("plain", *args.kinds)
+    packed = deepspeed_distca.PackedSequenceCollator()
+    kinds = ["plain", *args.kinds, *compiled]
     draw = np.random.default_rng(dist.get_rank())
     for tokens in args.tokens:
         for mix in MIXES:
             rows = [{"input_ids": draw.integers(0, VOCABULARY, n).tolist()} for n in lengths(mix, tokens)]
-            batches = {kind: on_device(collators[kind](rows), device) for kind in kinds}
+            batches = {
+                kind: on_device((packed if kind in ("plugin", "plugin compiled") else flatten)(rows), device)
+                for kind in kinds
+            }
             keep_busy(device)  # a card is fast after the pause between two batches
+            made = {kind: [0, 0] for kind in (*kinds, *compiled)}
+            for kind in list(kinds):  # steps that are not timed
+                before = graphs()
+                if kind not in COMPILED:
+                    steps(engines[kind], batches[kind], 1, device)
+                elif error := compiling(engines[kind], batches[kind], device):
+                    kinds.remove(kind)
+                    results["failed"].append({"kind": kind, "tokens": tokens, "mix": mix, "error": error})
+                made[kind][0] += graphs() - before
             taken: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
-            for turn in range(args.turns + 1):  # the first is not counted
-                for kind in kinds[:: -1 if turn % 2 else 1]:
-                    seconds = steps(engines[kind], batches[kind], args.chunk if turn else 1, device)
-                    if turn:
-                        taken[kind].append(gather_floats([seconds / args.chunk], device))
+            for turn in range(args.turns):
+                for kind in kinds[:: 1 if turn % 2 else -1]:
+                    before = graphs()
+                    seconds = steps(engines[kind], batches[kind], args.chunk, device)
+                    made[kind][1] += graphs() - before
+                    taken[kind].append(gather_floats([seconds / args.chunk], device))
             stats = engines["plugin"].distca.stats
             row = {
                 "width": width,
@@ -224,6 +244,7 @@ def model_steps(
                 "balance": [stats.balance_before, stats.balance_after],
                 "planning_ms": stats.planning_ms,
                 "bytes_moved": stats.bytes_moved,
+                "graphs": {kind: made[kind] for kind in compiled},
                 "turns": {kind: [[s * 1e3 for (s,) in ranks] for ranks in turns] for kind, turns in taken.items()},
             }
             row["ms"] = {kind: statistics.median(map(max, turns)) for kind, turns in row["turns"].items()}
@@ -233,11 +254,30 @@ def model_steps(
                     f"{time.strftime('%T')} width {width} ZeRO-{zero} {tokens} {mix}: {row['ms']} {stats}", flush=True
                 )
                 save(args, results)  # a run may be cut off
-    for kind in KINDS[:2]:
-        engines[kind].destroy()
+    del engines["two lines"]
+    for engine in engines.values():
+        engine.destroy()
     engines.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def compiling(engine: Any, batch: dict[str, Any], device: torch.device) -> str | None:
+    """Collective: the steps in which torch compiles for a batch, for which it has another graph in the second. What it
+    cannot compile ends this kind alone: the error of this rank, or that another one has one."""
+    error = None
+    try:
+        steps(engine, batch, 3, device)
+    except Exception as raised:
+        traceback.print_exc()
+        error = f"{type(raised).__name__}: {str(raised)[:500]}"
+    failed = gather_floats([float(error is not None)], device)
+    return error or ("another rank failed" if sum(f for (f,) in failed) else None)
+
+
+def graphs() -> int:
+    """That torch has made by now."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -368,10 +408,13 @@ def tables(results: dict[str, Any]) -> str:
         f"Liger {about['liger']}, turns of {about['chunk']} steps, block {json.dumps(about['block'])}, "
         f"ds_config {json.dumps(about['ds_config'])}."
     ]
-    kinds = about["kinds"]
+    compiled = list(COMPILED) if about["compile"] else []
+    kinds = [*about["kinds"], *compiled]
+    than = dict.fromkeys(kinds, "plain") | {COMPILED[1]: COMPILED[0]}
     if results["steps"]:
         columns = ["width", "ZeRO", "tokens", "batch", "plain, ms"]
-        columns += [column for kind in kinds for column in (f"{kind}, ms", "of plain")] + ["ideal"]
+        columns += [column for kind in kinds for column in (f"{kind}, ms", f"of {than[kind]}")] + ["ideal"]
+        columns += [f"graphs: {', '.join(compiled)}"] if compiled else []
         lines += ["", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     plain = {(row["width"], row["zero"], row["tokens"], row["mix"]): row["ms"]["plain"] for row in results["steps"]}
     for row in results["steps"]:
@@ -382,8 +425,15 @@ def tables(results: dict[str, Any]) -> str:
             share = f"{(ms['plain'] - ms[kinds[0]]) / (ms['plain'] - ideal):.0%} of {ms['plain'] / ideal:.2f}x"
         mix = row["mix"].replace("|", "\\|") + (", moved" if row["bytes_moved"] else "")
         cells = [*key[:2], f"{key[2]:,}", mix, f"{ms['plain']:.1f}"]
-        cells += [cell for kind in kinds for cell in (f"{ms[kind]:.1f}", f"{ms[kind] / ms['plain']:.3f}")] + [share]
+        for kind in kinds:
+            both = kind in ms and than[kind] in ms
+            cells.append(f"{ms[kind]:.1f}" if kind in ms else "failed")
+            cells.append(f"{ms[kind] / ms[than[kind]]:.3f}" if both else "")
+        cells += [share]
+        if compiled:
+            cells.append(", ".join(f"{first}+{later}" for first, later in map(row["graphs"].get, compiled)))
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += [f"{f['kind']} failed at {f['tokens']} tokens, {f['mix']}: {f['error']}" for f in results["failed"]]
     if results["host"]:
         lines += ["", "| width | tokens | host, ms a layer: forward plain, at home, moved | backward | messages |"]
         lines += ["| --- | --- | --- | --- | --- |"]

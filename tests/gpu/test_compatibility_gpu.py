@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two GPUs: settings of DeepSpeed that need one go with the plugin, in bf16, with rows moving.
+
+Nothing here is exact to 1e-5, not even without the plugin: see compatibility_worker.py for what is compared. The block
+must be no further from plain training under the setting than twice what the kernels' rounding does without it, plus
+a share of what the setting does to plain training. Where the setting quantizes, that share is a half: equal inputs are
+quantized equally, so most of the setting's noise is common to both, while noise of their own would put them apart by
+its square root of two. What a compiler fuses depends on where its graphs end, at the attention of the plugin: there
+it is all of it, twice. Where plain training fails under the setting, the test says so as an expected failure.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.cpp_extension import CUDA_HOME
+
+from tests.distributed.harness import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(CUDA_HOME is None, reason="DeepSpeed builds operators for these with CUDA's compiler"),
+]
+#: A mean over thousands of targets hardly notices what happens to any of them.
+LOSS = 2e-3
+#: Of bf16 kernels, in the gradient of a whole model: two of them that are right.
+ROUNDING = 0.05
+
+
+def check(name: str, share: float) -> None:
+    ranks = run_ranks("tests.gpu.compatibility_worker:check", 2, accelerator="cuda", threads=4, quiet=120, name=name)
+    for rank, outcome in enumerate(ranks):
+        print(name, rank, outcome)
+    for outcome in ranks:
+        errors = outcome["errors"]
+        assert "plain" not in errors and "plugin" not in errors, errors
+        if "plain with it" in errors:
+            pytest.xfail(f"plain training fails under {name}: {errors['plain with it']}; the plugin: {errors}")
+        assert not errors, errors
+        assert outcome["moved"], "no rows moved"
+        used = outcome["used"]
+        assert used["plain with it"] and used["plugin with it"], f"{name} was not at work: {used}"
+        assert not used["plain"] and not used["plugin"], used
+        rounding, noise, error = (outcome["distances"][what] for what in ("rounding", "noise", "error"))
+        assert error["loss"] <= LOSS and rounding["loss"] <= LOSS, outcome
+        for what in ("first gradient", "gradient", "update"):
+            assert rounding[what][0] <= ROUNDING, (what, outcome)
+            assert noise[what][0] < 0.5, f"{what}: the setting leaves nothing to compare: {outcome}"
+            assert error[what][0] <= 2 * rounding[what][0] + share * noise[what][0], (what, outcome)
+
+
+@pytest.mark.timeout(300)
+def test_quantized_weights() -> None:
+    check("qwZ", 0.5)
+
+
+@pytest.mark.timeout(300)
+def test_quantized_gradients() -> None:
+    check("qgZ", 0.5)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepcompile(stage: int) -> None:
+    check(f"DeepCompile, ZeRO-{stage}", 2.0)

@@ -5,12 +5,13 @@
 
 Nodes of 8 GPUs, 65,536 tokens a GPU, Llama 3 8B's heads, the shipped cost model of an H200, tolerance 0.02; one batch
 of each workload, context and order, in a contiguous layout and a head-tail one. Links carry 450 GB/s within a node and
-50 GB/s between nodes, each way a GPU, and take 78 us. "Flat" is the plan that knows no nodes, "near" the same with
-rooms of a giver's node filled first, "chosen" what `Worth` takes in each phase: one of these, one of less balance, or
-everything at home. "Across" are MiB that cross nodes, sent by the mean GPU in forward and backward of a layer, "worst
-NIC" what the busiest one sends or receives. "Planning" is processor time of both phases. Seconds are those of a
-layer's attention, forward and backward, as `phase_seconds` predicts them: with everything at home ("plain", where
-documents that continue on other ranks are exchanged), by these plans, and with attention evened out for nothing
+50 GB/s between nodes, each way a GPU, and take 78 us. "Flat" is the plan that knows no nodes, whose rows travel to
+each server that needs them; "levels" the one that balances nodes and then the servers of each, or flat where that is
+not within the tolerance, whose rows cross once to a node; "chosen" what `Worth` takes in each phase: one of these, one of
+less balance, or everything at home. "Across" are MiB that cross nodes, sent by the mean GPU in forward and backward of
+a layer, "worst NIC" what the busiest one sends or receives. "Planning" is processor time of both phases. Seconds are
+those of a layer's attention, forward and backward, as `phase_seconds` predicts them: with everything at home ("plain",
+where documents that continue on other ranks are exchanged), by these plans, and with attention evened out for nothing
 ("ideal"). Nothing is measured but the planning.
 """
 
@@ -34,8 +35,9 @@ import numpy as np
 from workloads.sampling import NAMES, layouts
 
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler import Heads, balance
+from deepspeed_distca.scheduler import Heads, Tasks, balance
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
+from deepspeed_distca.scheduler.levels import by_levels
 from deepspeed_distca.scheduler.profiles import Setting, choose
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.topology import Topology
@@ -55,9 +57,9 @@ COLUMNS = {
     "flat_across_mib": "flat: across",
     "flat_worst_nic_mib": "worst NIC",
     "flat_planning_ms": "planning ms",
-    "near_across_mib": "near: across",
-    "near_worst_nic_mib": "worst NIC",
-    "near_planning_ms": "planning ms",
+    "levels_across_mib": "levels: across",
+    "levels_worst_nic_mib": "worst NIC",
+    "levels_planning_ms": "planning ms",
     "balance_forward": "chosen: balance forward",
     "balance_backward": "backward",
     "across_mib": "across",
@@ -65,7 +67,7 @@ COLUMNS = {
     "planning_ms": "planning ms",
     "plain_s": "seconds: plain",
     "flat_s": "flat",
-    "near_s": "near",
+    "levels_s": "levels",
     "chosen_s": "chosen",
     "ideal_s": "ideal",
 }
@@ -81,20 +83,20 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
     cost, servers = cost_model(), layout.num_ranks
     options = PlanOptions(TOLERANCE, GRANULARITY, min_gain=MIN_GAIN, linear_flops=LINEAR, topology=topology)
     found: dict[str, float] = defaultdict(float)
-    moved = {prefix: np.zeros((servers, servers)) for prefix in ("flat_", "near_", "")}
+    moved = {prefix: np.zeros((servers, servers)) for prefix in ("flat_", "levels_", "")}
     given = {"tolerance": TOLERANCE, "granularity": GRANULARITY}
     for phase in PHASES:
         worth = Worth(layout, None, phase, cost, options, early=False)
-        at_home = RouteCompiler(layout, worth.home.rows)
+        at_home = RouteCompiler(layout, worth.home.rows, topology)
         plans = {
             "flat_": partial(balance, layout, cost, phase=phase, **given),
-            "near_": partial(balance, layout, cost, phase=phase, topology=topology, **given),
+            "levels_": partial(planned_by_levels, layout, cost, topology, phase=phase, **given),
             "": lambda worth=worth, at_home=at_home: worth.spread(at_home)[0],
         }
         for prefix, plan in plans.items():
             tasks, ms = timed(plan)
             found[f"{prefix}planning_ms"] += ms
-            compiler = RouteCompiler(layout, tasks.rows)
+            compiler = RouteCompiler(layout, tasks.rows, None if prefix == "flat_" else topology)
             found[f"{prefix}balance_{phase}"] = tasks.balance
             moved[prefix] += sum(compiler.bytes_between(cost.heads, phase))
             found[f"{prefix or 'chosen_'}s"] += worth.seconds(compiler)
@@ -105,6 +107,11 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
         found[f"{prefix}across_mib"] = across.sum() / servers
         found[f"{prefix}worst_nic_mib"] = max(across.sum(axis=0).max(), across.sum(axis=1).max())
     return found
+
+
+def planned_by_levels(layout: Layout, cost: CostModel, topology: Topology, **options: Any) -> Tasks:
+    """By levels, or flat where that is not within the tolerance."""
+    return by_levels(layout, cost, topology, **options) or balance(layout, cost, **options)
 
 
 def timed(plan: Callable[[], Any]) -> tuple[Any, float]:

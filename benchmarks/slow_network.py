@@ -212,7 +212,9 @@ def worker(given: dict[str, Any]) -> None:
         if given["kind"] != "plain":
             stats = engine.distca.stats
             record["balance"] = f"{stats.balance_before:.2f} -> {stats.balance_after:.2f}"
-            record["planned"] = planned_across(engine, Layout.from_lengths(lengths), heads, given["ranks"])
+            record["planned"] = planned_across(
+                engine, Layout.from_lengths(lengths), heads, given["ranks"], knows_nodes=given["kind"] == "nodes"
+            )
         Path(given["folder"], f"{given['kind']}.json").write_text(json.dumps(record))
     dist.barrier()
     dist.destroy_process_group()
@@ -224,16 +226,16 @@ def bytes_across() -> int:
     return sum(int((end / f"{way}_bytes").read_text()) for way in ("tx", "rx"))
 
 
-def planned_across(engine: Any, layout: Any, heads: Any, node_size: int) -> int:
+def planned_across(engine: Any, layout: Any, heads: Any, node_size: int, *, knows_nodes: bool) -> int:
     """Bytes that the plans of a step send between nodes."""
     from deepspeed_distca.scheduler.cost_model import PHASES
     from deepspeed_distca.scheduler.routes import RouteCompiler
     from deepspeed_distca.scheduler.topology import Topology
 
-    across, total = Topology.of_size(node_size, layout.num_ranks).across, 0
+    nodes, total = Topology.of_size(node_size, layout.num_ranks), 0
     for phase, planned in zip(PHASES, engine.distca.planner.phases(layout, None), strict=True):
-        sizes = RouteCompiler(layout, planned.tasks.rows).bytes_between(heads, phase)
-        total += planned.layers * sum(int(size[across].sum()) for size in sizes)
+        sizes = RouteCompiler(layout, planned.tasks.rows, nodes if knows_nodes else None).bytes_between(heads, phase)
+        total += planned.layers * sum(int(size[nodes.across].sum()) for size in sizes)
     return total
 
 

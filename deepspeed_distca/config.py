@@ -64,8 +64,8 @@ class AdvancedConfig(_Options):
     balance. It is raised only where ranks of weight 0 leave no other way. Left out: no cap. """
 
     node_size: int | None = Field(default=None, ge=1)
-    """ GPUs of a node, where that is not what ranks find out: those on one machine are a node. Rows go to servers of
-    their own node first, and bytes that cross nodes are priced by what a NIC carries (the cost model says how much).
+    """ GPUs of a node, where that is not what ranks find out: those on one machine are a node. Nodes are
+    balanced first, and bytes that cross them are priced by what a NIC carries (the cost model says how much).
     Pipelines know no nodes, and refuse the key. """
 
     probe: bool = True

@@ -248,7 +248,7 @@ def _divide_runs(plan: Routes, cuts: np.ndarray) -> tuple[dict[str, np.ndarray],
     Both sides of a run cut it alike, so they go on listing what passes between them in the same order."""
     parts: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})
 
-    def divide(name: str, before: np.ndarray, cut: np.ndarray | int, direct: str | None = None) -> None:
+    def divide(name: str, before: np.ndarray, cut: np.ndarray | int, *flags: str) -> None:
         runs = getattr(plan, name)
         first, second = runs.copy(), runs.copy()
         first[:, ROWS] = before
@@ -258,8 +258,7 @@ def _divide_runs(plan: Routes, cuts: np.ndarray) -> tuple[dict[str, np.ndarray],
         for part, divided in zip(parts, (first, second), strict=True):
             mine = divided[:, ROWS] > 0
             part[name] = divided[mine]
-            if direct:
-                part[direct] = getattr(plan, direct)[mine]
+            part.update({flag: getattr(plan, flag)[mine] for flag in flags})
 
     def rows_before(runs: np.ndarray, cut: np.ndarray | int) -> np.ndarray:
         return np.clip(cut - runs[:, HOME_ROW], 0, runs[:, ROWS])
@@ -267,9 +266,9 @@ def _divide_runs(plan: Routes, cuts: np.ndarray) -> tuple[dict[str, np.ndarray],
     own = int(cuts[plan.rank])
     kv_before = rows_before(plan.kv_in, cuts[plan.kv_in[:, PEER]])
     divide("q_in", rows_before(plan.q_in, cuts[plan.q_in[:, PEER]]), cuts[plan.q_in[:, PEER]])
-    divide("kv_in", kv_before, cuts[plan.kv_in[:, PEER]], "kv_in_direct")
+    divide("kv_in", kv_before, cuts[plan.kv_in[:, PEER]], "kv_in_direct", "kv_in_relayed")
     divide("q_out", rows_before(plan.q_out, own), own)
-    divide("kv_out", rows_before(plan.kv_out, own), own, "kv_out_direct")
+    divide("kv_out", rows_before(plan.kv_out, own), own, "kv_out_relayed")
     # What is relayed is cut where it lies in this rank's workspace, which the runs of kv_in fill.
     order = np.argsort(plan.kv_in[:, WORK_ROW])
     starts, border = plan.kv_in[order, WORK_ROW], (plan.kv_in[:, WORK_ROW] + kv_before)[order]

@@ -15,6 +15,7 @@ from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, Phase
 from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.routes import RouteCompiler, home_routes
 from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
+from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.worth import PlanOptions, Worth
 
 
@@ -64,14 +65,14 @@ class PlannedAhead:
 class _Home:
     """A layout with every query where it is stored. What is worked out is kept: both phases ask for it."""
 
-    def __init__(self, layout: Layout, window: int | None, rank: int) -> None:
-        self.layout, self.window, self._rank = layout, window, rank
+    def __init__(self, layout: Layout, window: int | None, rank: int, nodes: Topology | None) -> None:
+        self.layout, self.window, self._rank, self._nodes = layout, window, rank, nodes
         self.rows = home_tasks(layout, window)
         self.whole = layout.is_whole
 
     @cached_property
     def compiler(self) -> RouteCompiler:
-        return RouteCompiler(self.layout, self.rows)
+        return RouteCompiler(self.layout, self.rows, self._nodes)
 
     @cached_property
     def part(self) -> RankPlan:
@@ -106,7 +107,7 @@ class PhasePlanner:
     def plan(self, layout: Layout, window: int | None, phase: Phase, layers: int) -> PlannedPhase:
         """The plan of a phase of so many layers with one window."""
         if self._home is None or self._home.layout is not layout or self._home.window != window:
-            self._home = _Home(layout, window, self._server)
+            self._home = _Home(layout, window, self._server, self._options.nodes)
         home = self._home
         worth = Worth(
             layout, window, phase, self._cost, self._options, early=self._early, layers=layers, rows=home.rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, compress
 
 import numpy as np
 import torch
@@ -31,6 +32,12 @@ class Run:
         return slice(self.work, self.work + self.rows)
 
 
+#: What is added to rows: a buffer's number, the first row there, and the run that says where to.
+Contribution = tuple[int, int, Run]
+#: A range of rows, and all that is added to it.
+Sum = tuple[slice, list[Contribution]]
+
+
 class RankPlan:
     """What core attention needs of a rank's routes, with per-device metadata made once and kept.
 
@@ -39,9 +46,11 @@ class RankPlan:
         remote: tasks in the workspace; ``waves`` are the same, cut for backward.
         q_in, kv_in: runs from other ranks into the workspace; q_keep, kv_keep: this rank's own rows that go there.
         q_out, kv_out: runs to other servers.
-        kv_in_direct, kv_out_direct: those of ``kv_in`` and ``kv_out`` that homes send themselves; the rest of
-            ``kv_in`` comes as ``relay_in``, from another workspace, and ``relay_out`` is what this rank sends on.
-            There ``home`` is the row in the relay's workspace.
+        kv_in_direct: those of ``kv_in`` that homes send themselves; the rest comes as ``relay_in``, from another
+            workspace, and ``relay_out`` is what this rank sends on; their ``home`` is the row in that workspace.
+        back_in, back_out: gradients of keys that go back in a second round, by ``kv_in_direct`` and ``kv_out``: those
+            of rows that were sent on, with what came back to the relay. The others go back in the first:
+            ``first_back_in``, ``first_back_out``.
     """
 
     def __init__(self, routes: Routes) -> None:
@@ -52,8 +61,12 @@ class RankPlan:
         self.q_in, self.q_keep = _incoming(routes.q_in, routes.rank)
         self.kv_in, self.kv_keep = _incoming(routes.kv_in, routes.rank)
         self.q_out, self.kv_out = _runs(routes.q_out), _runs(routes.kv_out)
-        self.kv_in_direct = _incoming(routes.kv_in[routes.kv_in_direct], routes.rank)[0]
-        self.kv_out_direct = _runs(routes.kv_out[routes.kv_out_direct])
+        direct, relayed = routes.kv_in_direct, routes.kv_in_relayed
+        self.kv_in_direct = _incoming(routes.kv_in[direct], routes.rank)[0]
+        self.first_back_in = _incoming(routes.kv_in[direct & ~relayed], routes.rank)[0]
+        self.back_in = _incoming(routes.kv_in[direct & relayed], routes.rank)[0]
+        self.back_out = list(compress(self.kv_out, routes.kv_out_relayed))
+        self.first_back_out = list(compress(self.kv_out, ~routes.kv_out_relayed))
         self.relay_in, self.relay_out = _runs(routes.relay_in), _runs(routes.relay_out)
         self._returned_rows: dict[torch.device, torch.Tensor] = {}
         runs = (self.q_in, self.q_keep, self.q_out, self.kv_in, self.kv_keep, self.kv_out)
@@ -82,27 +95,35 @@ class RankPlan:
         return self._returned_rows[device]
 
     @cached_property
-    def touched(self) -> list[tuple[slice, list[tuple[int, int, Run]]]]:
-        """Home key/value row ranges to which workspaces contribute, each with its contributions.
+    def touched(self) -> list[Sum]:
+        """Home key/value row ranges to which workspaces contribute: source 0 is the buffer into which the runs of
+        ``kv_out`` are received one after another, source 1 this rank's own workspace."""
+        return _sums([*_consecutive(self.kv_out), *((1, run.work, run) for run in self.kv_keep)])
 
-        A contribution is (source, first row there, run): source 0 is the buffer into which the runs of ``kv_out``
-        are received one after another, source 1 this rank's own workspace.
-        """
-        contributions, row = [], 0
-        for run in self.kv_out:
-            contributions.append((0, row, run))
-            row += run.rows
-        contributions += [(1, run.work, run) for run in self.kv_keep]
-        contributions.sort(key=lambda c: (c[2].home, c[2].rows, c[0], c[1]))
-        ranges: list[tuple[slice, list[tuple[int, int, Run]]]] = []
-        for contribution in contributions:
-            run = contribution[2]
-            if ranges and run.home < ranges[-1][0].stop:
-                span, members = ranges[-1]
-                ranges[-1] = (slice(span.start, max(span.stop, run.home + run.rows)), [*members, contribution])
-            else:
-                ranges.append((run.at_home, [contribution]))
-        return ranges
+    @cached_property
+    def relayed_sums(self) -> list[Sum]:
+        """Key/value row ranges of the workspace to which the servers contribute that got them from here: source 0 is
+        the buffer into which the runs of ``relay_out`` are received one after another."""
+        return _sums(_consecutive(self.relay_out))
+
+
+def _consecutive(runs: list[Run]) -> list[Contribution]:
+    starts = accumulate((run.rows for run in runs), initial=0)
+    return [(0, row, run) for row, run in zip(starts, runs, strict=False)]
+
+
+def _sums(contributions: list[Contribution]) -> list[Sum]:
+    """The ranges of rows that they cover, each with its own."""
+    contributions.sort(key=lambda c: (c[2].home, c[2].rows, c[0], c[1]))
+    ranges: list[Sum] = []
+    for contribution in contributions:
+        run = contribution[2]
+        if ranges and run.home < ranges[-1][0].stop:
+            span, members = ranges[-1]
+            ranges[-1] = (slice(span.start, max(span.stop, run.home + run.rows)), [*members, contribution])
+        else:
+            ranges.append((run.at_home, [contribution]))
+    return ranges
 
 
 def _batch(tasks: TaskRanges, q_rows: int, k_rows: int) -> TaskBatch:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from deepspeed_distca.attention_server.borrowed import Lender
+from deepspeed_distca.attention_server.exchange.base import Done, Pending
 
 Result = TypeVar("Result")
 
@@ -36,10 +37,7 @@ class SideStream:
         if device.type != "cuda":
             at_home()
             return away()
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device, priority=-1)
-        side, caller = self._streams[device], torch.cuda.current_stream(device.index)
-        side.wait_stream(caller)
+        side, caller = self._behind_caller(device)
         lender = Lender(caller, side)
         try:
             # First: whatever memory is free by now is free behind the point that the side stream waits for. What the
@@ -56,6 +54,41 @@ class SideStream:
             caller.wait_stream(side)
             lender.release()
         return result
+
+    def behind(self, work: Callable[[], None], device: torch.device) -> Pending:
+        """Queues work on the side stream, behind what the caller has queued. Until the result is waited for, tensors
+        that it uses must be kept, and nothing of the caller's follows it."""
+        if device.type != "cuda":
+            work()
+            return Done()
+        side, caller = self._behind_caller(device)
+        lender = Lender(caller, side)
+        torch.cuda.set_stream(side)
+        try:
+            with lender if _can_borrow() else nullcontext():
+                work()
+        finally:
+            torch.cuda.set_stream(caller)
+        return _Behind(side.record_event(), lender)
+
+    def _behind_caller(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """The side stream, which waits for what the caller's has by now, and the caller's."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)
+        side, caller = self._streams[device], torch.cuda.current_stream(device.index)
+        side.wait_stream(caller)
+        return side, caller
+
+
+class _Behind:
+    """A point of the side stream."""
+
+    def __init__(self, event: torch.cuda.Event, lender: Lender) -> None:
+        self._event, self._lender = event, lender
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+        self._lender.release()
 
 
 def _can_borrow() -> bool:

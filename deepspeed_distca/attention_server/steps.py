@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from typing import TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, 
 from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel
 from deepspeed_distca.attention_server.kernels.api import new_outputs
 from deepspeed_distca.attention_server.parts import Part, Parts
-from deepspeed_distca.attention_server.rank_plan import RankPlan
+from deepspeed_distca.attention_server.rank_plan import RankPlan, Run
 from deepspeed_distca.attention_server.row_dots import row_dots
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
@@ -81,6 +82,7 @@ class _Steps:
 
     def __init__(self, plan: LayerPlan, phase: Parts, spec: AttentionSpec, kernel: Kernel) -> None:
         self._phase, self._exchange, self._spec, self._kernel = phase, plan.exchange, spec, kernel
+        self._beside = plan.side
         self._side = None if phase.divided else plan.side
         self._waits_first = plan.side is None and not phase.divided
         self._work: list[torch.Tensor] = []
@@ -226,6 +228,9 @@ class BackwardSteps(_Steps):
         self._delta: dict[int, torch.Tensor | None] = {}
         self._dq: dict[int, torch.Tensor] = {}
         self._keys_back: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._relayed_back: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._behind: dict[int, Pending] = {}
+        self._sums_returning: dict[int, Pending] = {}
         self._home_sums: list[torch.Tensor] = []  # dk and dv of the rank's rows
         self._work_sums: WorkspaceGradients | None = None
 
@@ -264,11 +269,17 @@ class BackwardSteps(_Steps):
             return self._at_home(part, i)
 
         receives: list = list(home_rows(dq, p.q_out))
-        for j in self._phase.keys_after(i):
-            runs = self._phase.parts[j].plan.kv_out
-            rows = sum(run.rows for run in runs)
-            self._keys_back[j] = tuple(t.new_empty((rows, *t.shape[1:])) for t in self._home_sums)
-            receives += [message for back in self._keys_back[j] for message in consecutive(back, runs)]
+        last_receives: list = []
+        for j, server in zip(self._phase.keys_after(i), complete, strict=True):
+            self._keys_back[j], self._relayed_back[j] = (
+                tuple(t.new_empty((sum(run.rows for run in runs), *t.shape[1:])) for t in self._home_sums)
+                for runs in (server.kv_out, server.relay_out)
+            )
+            for back in self._keys_back[j]:
+                messages = consecutive(back, server.kv_out)
+                receives += compress(messages, ~server.routes.kv_out_relayed)
+                last_receives += compress(messages, server.routes.kv_out_relayed)
+            receives += [m for back in self._relayed_back[j] for m in consecutive(back, server.relay_out)]
         returning = self._exchange.expect(receives, sends=bool(p.q_in or any(s.kv_in for s in complete)))
 
         def away() -> tuple:
@@ -276,23 +287,47 @@ class BackwardSteps(_Steps):
             dq_work, totals = self._in_workspace(part, i)
             sends = [] if dq_work is None else [*work_rows(dq_work, p.q_in)]
             for server in complete:
-                for total in totals:
-                    sends += [(run.peer, _as(total[run.at_work], dtype)) for run in server.kv_in]
+                for runs in (server.first_back_in, server.relay_in):
+                    for total in totals:
+                        sends += _in_dtype(total, runs, dtype)
             return dq_work, sends, returning.start(sends) if self._exchange.early else None
 
         dq_work, sends, giving_back = self._run(i, lambda: self._at_home(part, i), away, dq.device)
         self._returning[i] = giving_back or returning.start(sends)
         for run in p.q_keep:
             dq[run.at_home].copy_(dq_work[run.at_work])
+        if last_receives or any(server.back_in for server in complete):
+            self._return_sums(i, last_receives, dtype)
         if i == 0:
             self._work = []
+
+    def _return_sums(self, i: int, receives: Messages, dtype: torch.dtype) -> None:
+        """The second round: gradients of keys that were sent on go home, once what others have of them is added. What
+        the caller queues from now on need not wait for that, where there is a side stream."""
+
+        def go() -> None:
+            sends: list = []
+            self._returning[i].wait()
+            for j in self._phase.keys_after(i):
+                server = self._phase.parts[j].plan
+                totals = () if self._work_sums is None else self._work_sums.totals
+                for total, back in zip(totals, self._relayed_back[j], strict=False):
+                    accumulate(server.relayed_sums, total, [back])
+                    sends += _in_dtype(total, server.back_in, dtype)
+            self._sums_returning[i] = self._exchange.start(sends, receives)
+
+        if self._beside is None:
+            go()
+        else:
+            self._behind[i] = self._beside.behind(go, self._dq[i].device)
 
     def gradients(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk and dv of part i, like q, k and v, once all of them are there."""
         part, given = self._phase.parts[i], self._given[i]
-        for j, pending in self._returning.items():
-            if j == i or i in self._phase.keys_after(j):
-                pending.wait()
+        for returning in (self._returning, self._behind, self._sums_returning):
+            for j, pending in returning.items():
+                if j == i or i in self._phase.keys_after(j):
+                    pending.wait()
         rows = slice(part.first, part.first + part.rows)
         sums = [total[rows] for total in self._home_sums]
         if i in self._keys_back:
@@ -300,7 +335,7 @@ class BackwardSteps(_Steps):
             if self._work_sums is not None:
                 sources.append(self._work_sums.totals)
             for total, *contributions in zip(sums, *sources, strict=True):
-                accumulate(part.plan, total, contributions)
+                accumulate(part.plan.touched, total, contributions)
         dk, dv = sums
         return self._dq[i], dk.to(given.k.dtype), dv.to(given.v.dtype)
 
@@ -397,6 +432,9 @@ def _transposed(x: torch.Tensor) -> torch.Tensor:
     return borrowed.empty_like(x.t(), memory_format=torch.contiguous_format).copy_(x.t())
 
 
-def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In another dtype."""
-    return x if x.dtype == dtype else borrowed.empty_like(x, dtype=dtype).copy_(x)
+def _in_dtype(work: torch.Tensor, runs: list[Run], dtype: torch.dtype) -> Messages:
+    """The runs' rows of a workspace in a dtype, with their peers."""
+    rows = work_rows(work, runs)
+    if work.dtype == dtype:
+        return rows
+    return [(peer, borrowed.empty_like(x, dtype=dtype).copy_(x)) for peer, x in rows]

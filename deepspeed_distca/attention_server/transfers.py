@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from deepspeed_distca.attention_server import borrowed
 from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, Pending, Round
-from deepspeed_distca.attention_server.rank_plan import RankPlan, Run
+from deepspeed_distca.attention_server.rank_plan import RankPlan, Run, Sum
 
 
 def home_rows(home: torch.Tensor, runs: list[Run]) -> Messages:
@@ -65,7 +66,7 @@ def dispatch(
         rows = consecutive(stats[0], p.returned)
         sends += rows[: len(p.q_out)]
         receives += work_rows(stats[1], p.q_in)
-    sends += [message for home, _ in keys for message in home_rows(home, p.kv_out_direct)]
+    sends += [message for home, _ in keys for message in home_rows(home, p.kv_out)]
     receives += [message for _, work in keys for message in work_rows(work, p.kv_in_direct)]
     pending = exchange.start(sends, receives, relay(p, *(work for _, work in keys)))
     for home, work in queries:
@@ -86,23 +87,25 @@ def add_rows(home: torch.Tensor, span: slice, rows: torch.Tensor) -> None:
         home[span] += rows
 
 
-def accumulate(p: RankPlan, home: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-    """Adds the servers' contributions to dk or dv at home, in fp32 at least, rounding once.
+def accumulate(sums: list[Sum], rows: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    """Adds what servers contribute to rows of dk or dv, in fp32 at least, rounding once.
 
     Args:
-        sources: what came for ``p.kv_out``, and this rank's workspace where it has one: see ``RankPlan.touched``.
+        sums: where to: ``RankPlan.touched`` or ``RankPlan.relayed_sums``.
+        rows: to which is added, at home or in the workspace.
+        sources: buffers of which the contributions are.
     """
-    for span, contributions in p.touched:
-        total = home[span]
+    for span, contributions in sums:
+        total = rows[span]
         if len(contributions) == 1:
             # One addition is computed in fp32 and rounded once anyway: no copy in fp32 is needed.
             source, row, run = contributions[0]
             total += sources[source][row : row + run.rows]
             continue
         if total.dtype.itemsize < 4:
-            total = total.float()
+            total = borrowed.empty_like(total, dtype=torch.float32).copy_(total)
         for source, row, run in contributions:
             at = run.home - span.start
             total[at : at + run.rows] += sources[source][row : row + run.rows]
-        if total.dtype != home.dtype:
-            home[span] = total
+        if total.dtype != rows.dtype:
+            rows[span] = total

@@ -36,7 +36,6 @@ from deepspeed_distca.scheduler.holdings import number_documents
 from deepspeed_distca.scheduler.moves import Moves
 from deepspeed_distca.scheduler.shares import MAX_TOLERANCE, Shares
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks, task_rows
-from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.traffic import rows_between
 
 __all__ = ["Tasks", "balance", "home_tasks"]
@@ -58,7 +57,6 @@ def balance(
     heads: Heads | None = None,
     server_weights: Sequence[int] | None = None,
     max_received_rows: int | None = None,
-    topology: Topology | None = None,
 ) -> Tasks:
     """Spreads a layout's core attention so that no server's load exceeds (1 + tolerance) times its share.
 
@@ -84,7 +82,6 @@ def balance(
             binds. Key/value rows that a server needs for its own queries count, but are received even where they
             alone pass the cap. Where others cannot take all that servers of weight 0 store within the cap, it is
             doubled for that work until they can.
-        topology: of the servers. What a server gives away goes to others of its node first, as far as they have room.
 
     Returns:
         The tasks, with predicted loads.
@@ -111,10 +108,8 @@ def balance(
         return Tasks(task_rows(pieces, window), before, before)
 
     cuts, documents = Cuts(terms, window, granularity), number_documents(pieces)
-    row_costs = _row_costs(heads or cost.heads, phase, cost.bytes_per_second)
+    prices = row_costs(heads or cost.heads, phase, cost.bytes_per_second)
     received = _received_at_home(pieces, num_ranks, window) if max_received_rows else [0] * num_ranks
-
-    nodes = [] if topology is None or topology.size <= 1 else topology.servers
 
     def tasks_of(ranges: np.ndarray) -> Tasks:
         rows = task_rows(ranges, window)
@@ -132,11 +127,10 @@ def balance(
             cuts=cuts,
             window=window,
             shard=shard,
-            row_costs=row_costs,
+            row_costs=prices,
             max_received_rows=max_received_rows,
             received_rows=received.copy(),
             assumed_total=assumed_total,
-            nodes=nodes,
         )
         return tasks_of(moves.run())
 
@@ -207,7 +201,7 @@ def _check_total(costs: np.ndarray) -> None:
         raise OverflowError(f"the layout's total cost exceeds {MAX_COST} fs: its documents are too long")
 
 
-def _row_costs(heads: Heads, phase: Phase, bytes_per_second: int) -> tuple[int, int]:
+def row_costs(heads: Heads, phase: Phase, bytes_per_second: int) -> tuple[int, int]:
     """Transfer time of a moved query row and a key/value row, out and back, in the unit of loads."""
     if phase == "forward":
         query, key_value = heads.q_bytes + heads.return_bytes, heads.kv_bytes

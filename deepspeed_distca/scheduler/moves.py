@@ -85,7 +85,6 @@ class Moves:
         max_received_rows: int | None,
         received_rows: list[int],
         assumed_total: int = 0,
-        nodes: Sequence[Sequence[int]] = (),
     ) -> None:
         """Args:
         pieces, costs: ``Layout.pieces`` and what each costs as one task.
@@ -98,7 +97,6 @@ class Moves:
         row_costs: of transferring a query row, out and back, and a key/value row; in the unit of loads.
         max_received_rows, received_rows: a cap, and what servers receive already.
         assumed_total: limits are shares of this; 0: of the total load, which grows as cuts add to it.
-        nodes: the servers of each node, whose rooms are filled from within first.
         """
         self._pieces, self._costs, self._documents = pieces, costs, documents
         self._loads, self._total = loads, sum(loads)
@@ -106,7 +104,7 @@ class Moves:
         self._holdings = Holdings(pieces, documents, window)
         self._q_cost, self._kv_cost = row_costs
         self._cap, self._received = max_received_rows, received_rows
-        self._assumed_total, self._nodes = assumed_total, nodes
+        self._assumed_total = assumed_total
         self._limits = shares.limits(assumed_total or self._total)
         self._wanted_room: dict[int, int] = {}  # what a server shall have left beside what it still computes
         self._moved: list[tuple[int, int, int, int]] = []  # (document, start, end, server)
@@ -121,10 +119,6 @@ class Moves:
             int64 [n, 4] (document, start, end, server): all query ranges, with the documents' ids.
         """
         givers = list(self._own)
-        for servers in self._nodes:
-            near = [s for s in servers if s in self._own]
-            if near:
-                self._fill(near, self._shares.least_room, [s for s in servers if s not in self._own])
         self._fill(givers, self._shares.least_room)
         # Who gave a costly piece as a whole may have room again, and often the keys of what others still have to give.
         self._fill(givers, self._shares.least_room, givers)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key/value rows that travel on from server to server, so that the home of a long document need not send them to all.
+"""Key/value rows that travel on from server to server: a second round of the same exchange. Gradients of keys go back
+the way that keys came; who sent rows on adds what comes back to its own.
 
-A document that exceeds what one server should compute by much is attended on many servers, and each needs nearly all
-of its keys. Sent by their home alone, these rows make it the rank with by far the most bytes, for which everybody
-waits. So the home sends them to a few servers, and these, once they have them, to the others: a second round of the
-same exchange. Gradients of keys return to the home directly.
+*Between nodes* a row travels once to a node, and is sent on within it, where links carry much more. Servers that need
+other rows of one home need prefixes of one another's, as a rule: the one with the most gets them from the home.
+
+*Within one node* a document that exceeds what one server should compute by much is attended on many servers, and each
+needs nearly all of its keys. Sent by their home alone, these rows make it the rank with by far the most bytes, for
+which everybody waits. So the home sends them to a few servers, and these, once they have them, to the others.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
+
+from deepspeed_distca.scheduler.topology import Topology
 
 #: Columns of a run between ranks: see ``RouteCompiler``.
 SERVER, HOME, HOME_ROW, WORK_ROW, ROWS = range(5)
@@ -35,20 +40,23 @@ class RelayRule(NamedTuple):
 DEFAULT_RULE = RelayRule()
 
 
-def relays(runs: np.ndarray, num_ranks: int, rule: RelayRule) -> np.ndarray:
+def relays(runs: np.ndarray, num_ranks: int, rule: RelayRule, nodes: Topology | None = None) -> np.ndarray:
     """Which runs are sent by another server than their home, and by which.
 
     Args:
         runs: int64 [num_runs, 5], columns (server, home, row at home, row in the server's workspace, rows): all
             key/value rows that servers need.
         num_ranks: of servers.
-        rule: when to relay.
+        rule: when to relay within one node.
+        nodes: of the servers; None is one node.
 
     Returns:
         int64 [num_runs]: the index of the run that brings the same rows, and maybe more, from the same home to the
         server that sends them on; -1 for a run that its home sends itself. Who sends on receives from the home.
     """
     source = np.full(len(runs), -1, dtype=np.int64)
+    if nodes is not None and nodes.size > 1:
+        return _once_a_node(runs, np.array(nodes.nodes, dtype=np.int64))
     travels = np.flatnonzero(runs[:, SERVER] != runs[:, HOME])
     sent = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(sent, runs[travels, HOME], runs[travels, ROWS])
@@ -61,6 +69,34 @@ def relays(runs: np.ndarray, num_ranks: int, rule: RelayRule) -> np.ndarray:
         mine = travels[runs[travels, HOME] == home]
         mine = mine[np.lexsort((runs[mine, SERVER], runs[mine, HOME_ROW], -runs[mine, ROWS]))]
         _relay(mine.tolist(), runs[mine].tolist(), home, limit, load, source)
+    return source
+
+
+def _once_a_node(runs: np.ndarray, node: np.ndarray) -> np.ndarray:
+    """Of the runs from one home to the servers of another node, those within a longer one come from its server.
+
+    Args:
+        node: of each server.
+    """
+    source = np.full(len(runs), -1, dtype=np.int64)
+    server, home, first, rows = runs[:, SERVER], runs[:, HOME], runs[:, HOME_ROW], runs[:, ROWS]
+    far = np.flatnonzero(node[server] != node[home])
+    # By node and home, and there by where they begin, the longest first. Of equal ones another server is first for
+    # each home, so that all of a node's NICs have their part.
+    turn = (server - home) % len(node)
+    order = far[np.lexsort((turn[far], -rows[far], first[far], home[far], node[server[far]]))]
+    if len(order) < 2:
+        return source
+    ends = first[order] + rows[order]
+    group = node[server[order]] * len(node) + home[order]
+    begins = np.append(True, group[1:] != group[:-1])
+    lift = np.cumsum(begins) * (int(ends.max()) + 1)
+    reach = np.maximum.accumulate(ends + lift) - lift  # the furthest end so far within the group
+    from_home = begins.copy()
+    from_home[1:] |= ends[1:] > reach[:-1]
+    # Whoever begins no later and ends the furthest so far gets its rows from the home, and has these, too.
+    relay = np.maximum.accumulate(np.where(from_home, np.arange(len(order)), 0))
+    source[order[~from_home]] = order[relay[~from_home]]
     return source
 
 

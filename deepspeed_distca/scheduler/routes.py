@@ -8,7 +8,8 @@ server's own. Each key/value row a server needs is in its workspace once, howeve
 
 Rows travel in runs: contiguous at home and in the workspace alike. Sender and receiver list the runs between them in
 the same order, so that messages need no headers. Some key/value runs reach their server in a second round, from the
-workspace of another one (see ``relays``). Everything here is a pure function of (layout, tasks), in int64.
+workspace of another one (see ``relays``), and their gradients go back that way. Everything here is a pure function of
+(layout, tasks, nodes), in int64.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout, sort_
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.relays import DEFAULT_RULE, RelayRule, relays
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT
+from deepspeed_distca.scheduler.topology import Topology
 
 #: Columns of a run: the other rank, first row at home, first row in the server's workspace, number of rows. A relayed
 #: run has the row in the relay's workspace in place of the one at home.
 PEER, HOME_ROW, WORK_ROW, ROWS = range(4)
 
 #: Messages between a run's two ends in a layer, by phase: of queries (q, out and lse; q, dout, their statistics and
-#: dq), of keys on their way out (k and v), and of their gradients. The last are of a server with one range of queries.
-_MESSAGES = {"forward": (3, 2, 0), "backward": (4, 2, 2)}
+#: dq), and of keys (k and v; their gradients). The last are of a server with one range of queries.
+_MESSAGES = {"forward": (3, 2), "backward": (4, 4)}
 FEWEST_MESSAGES = {phase: sum(counts) for phase, counts in _MESSAGES.items()}
 
 #: Of one kind of rows in all.
@@ -70,10 +72,11 @@ class Routes:
         work_q_rows, work_kv_rows: rows of the workspace.
         q_in, kv_in: int64 [num_runs, 4], runs this rank receives as a server (peer: the home). peer == rank is a copy.
         q_out, kv_out: int64 [num_runs, 4], runs this rank sends as a home (peer: the server), without peer == rank.
-        kv_in_direct, kv_out_direct: bool [num_runs], runs of ``kv_in`` and ``kv_out`` that the home itself sends.
-            Gradients come back along all of them.
+        kv_in_direct: bool [num_runs], runs of ``kv_in`` that the home itself sends.
         relay_in, relay_out: int64 [num_runs, 4], the other runs of ``kv_in`` as they come from a relay's workspace
             (peer: the relay), and what this rank sends on (peer: the server).
+        kv_in_relayed, kv_out_relayed: bool [num_runs], runs of ``kv_in`` and ``kv_out`` of which the server sends rows
+            on. Gradients go back the way that keys came: those of these runs once the others' are added to them.
     """
 
     rank: int
@@ -88,9 +91,10 @@ class Routes:
     q_out: np.ndarray
     kv_out: np.ndarray
     kv_in_direct: np.ndarray
-    kv_out_direct: np.ndarray
     relay_in: np.ndarray
     relay_out: np.ndarray
+    kv_in_relayed: np.ndarray
+    kv_out_relayed: np.ndarray
 
     @property
     def is_local(self) -> bool:
@@ -107,11 +111,14 @@ class Routes:
 class RouteCompiler:
     """Compiles the parts of any rank from one layout and its tasks; what all ranks share is worked out once."""
 
-    def __init__(self, layout: Layout, tasks: np.ndarray, rule: RelayRule = DEFAULT_RULE) -> None:
+    def __init__(
+        self, layout: Layout, tasks: np.ndarray, nodes: Topology | None = None, rule: RelayRule = DEFAULT_RULE
+    ) -> None:
         """Args:
         layout: where the tokens live.
         tasks: int64 [num_tasks, 5], columns (document, q_start, q_end, k_start, server).
-        rule: when key/value rows are relayed.
+        nodes: of the servers; None is one node.
+        rule: when key/value rows are relayed within one node.
         """
         self._layout = layout
         self._bytes: dict[tuple[Heads, str], tuple[np.ndarray, np.ndarray]] = {}  # asked for twice
@@ -122,7 +129,9 @@ class RouteCompiler:
         tasks = tasks[sort_rows(tasks[:, SERVER], tasks[:, TASK_DOCUMENT], tasks[:, Q_START])]
         self._split(index, tasks)
         self._place(index)
-        self._kv_source = relays(self._kv_runs, layout.num_ranks, rule) if len(self._kv_runs) else _NONE
+        self._kv_source = _NONE
+        if len(self._kv_runs):
+            self._kv_source = relays(self._kv_runs, layout.num_ranks, rule, nodes)
 
     def _split(self, index: _SegmentIndex, tasks: np.ndarray) -> None:
         """Which tasks run in place: keys and queries in one segment of the server's own, the first of its document."""
@@ -190,9 +199,8 @@ class RouteCompiler:
 
     def messages(self, phase: str) -> np.ndarray:
         """How many messages each rank sends or receives in one layer, int64 [num_ranks]."""
-        queries, keys, source = self._q_runs, self._kv_runs, self._kv_source
-        sender = np.where(source < 0, keys[:, 1], keys[source, 0])
-        ends = (queries[:, 0], queries[:, 1]), (keys[:, 0], sender), (keys[:, 0], keys[:, 1])
+        queries, keys = self._q_runs, self._kv_runs
+        ends = (queries[:, 0], queries[:, 1]), (keys[:, 0], self._key_senders())
         counts = np.zeros(self._layout.num_ranks, dtype=np.int64)
         for (server, other), messages in zip(ends, _MESSAGES[phase], strict=True):
             for end in (server, other):
@@ -222,15 +230,19 @@ class RouteCompiler:
         out, back = (np.zeros((ranks, ranks), dtype=np.int64) for _ in range(2))
         if not self.moves_rows:
             return out, back
-        for runs, there, returned in ((self._q_runs, q_out, q_back), (self._kv_runs, heads.kv_bytes, kv_back)):
-            server, home, rows = runs[runs[:, 0] != runs[:, 1]][:, [0, 1, 4]].T
-            np.add.at(out, (home, server), bytes_of(rows, there))
-            np.add.at(back, (server, home), bytes_of(rows, returned))
-        if (self._kv_source >= 0).any():
-            server, relay, home, _, _, rows = self.relayed().T
-            np.add.at(out, (relay, server), bytes_of(rows, heads.kv_bytes))
-            np.add.at(out, (home, server), -bytes_of(rows, heads.kv_bytes))
+        for runs, sender, there, returned in (
+            (self._q_runs, self._q_runs[:, 1], q_out, q_back),
+            (self._kv_runs, self._key_senders(), heads.kv_bytes, kv_back),
+        ):
+            travels = runs[:, 0] != runs[:, 1]
+            server, rows, sender = runs[travels, 0], runs[travels, 4], sender[travels]
+            np.add.at(out, (sender, server), bytes_of(rows, there))
+            np.add.at(back, (server, sender), bytes_of(rows, returned))
         return out, back
+
+    def _key_senders(self) -> np.ndarray:
+        """Who sends each key/value run, and gets its gradients: its home or a relay."""
+        return np.where(self._kv_source < 0, self._kv_runs[:, 1], self._kv_runs[self._kv_source, 0])
 
     def loads(self, cost: TaskCost) -> tuple[np.ndarray, np.ndarray]:
         """Cost of each server's tasks in place and in its workspace, int64 [num_ranks] each.
@@ -274,6 +286,9 @@ class RouteCompiler:
         q_leaves, kv_leaves = ((runs[:, 1] == rank) & (runs[:, 0] != rank) for runs in (self._q_runs, self._kv_runs))
         q_in, kv_in = self._q_runs[q_arrives][:, 1:], self._kv_runs[kv_arrives][:, 1:]
         direct, relayed = self._kv_source < 0, self.relayed()
+        sent_on = np.zeros(len(direct), dtype=bool)
+        sent_on[self._kv_source[~direct]] = True
+        kv_leaves &= direct
         return Routes(
             rank=rank,
             home_rows=home_rows,
@@ -287,9 +302,10 @@ class RouteCompiler:
             q_out=self._q_runs[q_leaves][:, [0, 2, 3, 4]],
             kv_out=self._kv_runs[kv_leaves][:, [0, 2, 3, 4]],
             kv_in_direct=direct[kv_arrives],
-            kv_out_direct=direct[kv_leaves],
             relay_in=relayed[relayed[:, 0] == rank][:, [1, 3, 4, 5]],
             relay_out=relayed[relayed[:, 1] == rank][:, [0, 3, 4, 5]],
+            kv_in_relayed=sent_on[kv_arrives],
+            kv_out_relayed=sent_on[kv_leaves],
         )
 
 
@@ -304,7 +320,7 @@ def home_routes(layout: Layout, rank: int) -> Routes:
 def _at_home(rank: int, rows: int, local: TaskRanges) -> Routes:
     none, nobody = np.zeros((0, 4), dtype=np.int64), np.zeros(0, dtype=bool)
     tasks = TaskRanges(_NONE, _NONE, _NONE, _NONE)
-    return Routes(rank, rows, local, tasks, (), 0, 0, none, none, none, none, nobody, nobody, none, none)
+    return Routes(rank, rows, local, tasks, (), 0, 0, none, none, none, none, nobody, none, none, nobody, nobody)
 
 
 class _SegmentIndex:

@@ -12,12 +12,14 @@ from deepspeed_distca.scheduler.cost_model import Phase
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.routes import RouteCompiler, bytes_of
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks
+from deepspeed_distca.scheduler.topology import Topology
 
 
 class Traffic(NamedTuple):
     """Rows between ranks in one phase, int64 [num_ranks, num_ranks].
 
-    The diagonals are 0: what stays at home is no traffic. A (document, server) pair receives each key/value row once.
+    The diagonals are 0: what stays at home is no traffic. A (document, server) pair receives each key/value row once,
+    and its gradients go back the way that it came.
 
     Attributes:
         q_rows, kv_rows: by home and server.
@@ -41,17 +43,17 @@ class Traffic(NamedTuple):
         """[sender, receiver] bytes on the way back, from servers to homes: out and lse; in backward dq, dk, dv."""
         if phase == "forward":
             return bytes_of(self.q_rows, heads.return_bytes).T
-        return (bytes_of(self.q_rows, heads.q_bytes) + bytes_of(self.kv_rows, heads.kv_bytes)).T
+        return (bytes_of(self.q_rows, heads.q_bytes) + bytes_of(self.dispatched_kv_rows, heads.kv_bytes)).T
 
 
-def traffic(layout: Layout, tasks: Tasks | np.ndarray) -> Traffic:
-    """What tasks (or their rows) make ranks send."""
+def traffic(layout: Layout, tasks: Tasks | np.ndarray, nodes: Topology | None = None) -> Traffic:
+    """What tasks (or their rows) make ranks send; `nodes` of the servers, None is one node."""
     rows = tasks.rows if isinstance(tasks, Tasks) else tasks
     q, kv = rows_between(layout.pieces, rows, layout.num_ranks)
     np.fill_diagonal(q, 0)
     np.fill_diagonal(kv, 0)
     dispatched = kv.copy()
-    server, relay, home, _, _, moved = RouteCompiler(layout, rows).relayed().T
+    server, relay, home, _, _, moved = RouteCompiler(layout, rows, nodes).relayed().T
     np.add.at(dispatched, (relay, server), moved)
     np.add.at(dispatched, (home, server), -moved)
     return Traffic(q, kv, dispatched)
@@ -85,12 +87,12 @@ def _by_home(
 ) -> np.ndarray:
     """Rows of ranges [low, high) by the rank that stores them and the server that needs them."""
     out = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-    which, piece, size = _overlaps(pieces, document, low, high)
+    which, piece, size = overlaps(pieces, document, low, high)
     np.add.at(out, (pieces[piece, PIECE_RANK], server[which]), size)
     return out
 
 
-def _overlaps(
+def overlaps(
     pieces: np.ndarray, document: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cuts ranges [low, high) at the borders of pieces: index of the range, index of the piece, and rows, by part."""
@@ -112,7 +114,7 @@ def _overlaps(
 def homes_of(layout: Layout, rows: np.ndarray) -> list[list[int]]:
     """The ranks that store the query rows of each task of `rows` (``Tasks.rows``), ascending."""
     pieces = layout.pieces
-    which, piece, _ = _overlaps(pieces, rows[:, TASK_DOCUMENT], rows[:, Q_START], rows[:, Q_END])
+    which, piece, _ = overlaps(pieces, rows[:, TASK_DOCUMENT], rows[:, Q_START], rows[:, Q_END])
     homes: list[set[int]] = [set() for _ in range(len(rows))]
     for task, rank in zip(which.tolist(), pieces[piece, PIECE_RANK].tolist(), strict=True):
         homes[task].add(rank)

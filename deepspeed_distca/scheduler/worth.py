@@ -16,6 +16,7 @@ import numpy as np
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel, Phase, pairs
+from deepspeed_distca.scheduler.levels import by_levels
 from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, RouteCompiler
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks
@@ -149,24 +150,40 @@ class Worth:
         it. Links between nodes may carry less than balance asks for: then less of it is tried, too."""
         plans: list[tuple[float, Tasks, RouteCompiler]] = []
 
-        def weigh(tasks: Tasks) -> float:
-            compiler = at_home if tasks is self.home else RouteCompiler(self._layout, tasks.rows)
+        def weigh(tasks: Tasks | None) -> float:
+            if tasks is None:
+                return math.inf
+            compiler = at_home if tasks is self.home else RouteCompiler(self._layout, tasks.rows, nodes)
             plans.append((self.takes(compiler), tasks, compiler))
             return plans[-1][0]
 
         if self._frugal:
             weigh(self.home)
         weigh(self._balanced(tolerance))
-        near = weigh(self._balanced(tolerance, nodes))
+        found = weigh(self._by_levels(tolerance, nodes))
         for looser in _LOOSER if self._frugal else ():
             if looser > tolerance:
-                before, near = near, weigh(self._balanced(looser, nodes))
-                if near >= before:
+                before, found = found, weigh(self._by_levels(looser, nodes))
+                if found >= before < math.inf:
                     break
         _, tasks, compiler = min(plans, key=lambda plan: plan[0])
         return tasks, compiler
 
-    def _balanced(self, tolerance: float, topology: Topology | None = None) -> Tasks:
+    def _by_levels(self, tolerance: float, nodes: Topology) -> Tasks | None:
+        if self._options.max_received_rows is not None:
+            return None
+        return by_levels(
+            self._layout,
+            self._cost,
+            nodes,
+            phase=self._phase,
+            tolerance=tolerance,
+            granularity=self._options.granularity,
+            window=self._window,
+            server_weights=self.weights,
+        )
+
+    def _balanced(self, tolerance: float) -> Tasks:
         return balance(
             self._layout,
             self._cost,
@@ -176,7 +193,6 @@ class Worth:
             granularity=self._options.granularity,
             max_received_rows=self._options.max_received_rows,
             server_weights=self.weights,
-            topology=topology,
         )
 
     @property

@@ -45,7 +45,7 @@ def test_a_layer_has_the_messages_that_its_plan_counts(relayed) -> None:
         window = None if rng.random() < 0.7 else 5
         layout = random_layout(rng, ranks=4, documents=5, longest=40)
         tasks = random_tasks(rng, layout, window, stay=float(rng.choice([0.0, 0.5, 1.0])))
-        compiler = RouteCompiler(layout, tasks, RelayRule(1, 0) if relayed else RelayRule(10**9, 4))
+        compiler = RouteCompiler(layout, tasks, rule=RelayRule(1, 0) if relayed else RelayRule(10**9, 4))
         found += len(compiler.relayed())
         for rank in range(4):
             part, exchange = RankPlan(compiler.rank(rank)), Counts()

@@ -19,10 +19,10 @@ ROWS = json.loads((ROOT / "benchmarks" / "results" / "nodes.json").read_text(enc
 
 
 def check(row: dict[str, float]) -> None:
-    for prefix in ("flat_", "near_"):
+    for prefix in ("flat_", "levels_"):
         assert max(row[f"{prefix}balance_forward"], row[f"{prefix}balance_backward"]) <= 1.02
     assert row["ideal_s"] <= row["chosen_s"] <= min(row["plain_s"], row["flat_s"])
-    assert row["near_across_mib"] <= row["flat_across_mib"]
+    assert row["levels_across_mib"] <= row["flat_across_mib"]
 
 
 def test_a_row() -> None:
@@ -42,7 +42,7 @@ def test_the_pages_table_is_the_results(servers: int) -> None:
     def mean(key: str) -> float:
         return float(np.mean([row[key] for row in rows]))
 
-    bytes_of = [f"{prefix}{what}" for what in ("across_mib", "worst_nic_mib") for prefix in ("flat_", "near_", "")]
-    seconds = [f"{name}_s" for name in ("plain", "flat", "near", "chosen", "ideal")]
+    bytes_of = [f"{prefix}{what}" for what in ("across_mib", "worst_nic_mib") for prefix in ("flat_", "levels_", "")]
+    seconds = [f"{name}_s" for name in ("plain", "flat", "levels", "chosen", "ideal")]
     cells = [str(servers), *(f"{mean(key):,.0f}" for key in bytes_of), *(f"{mean(key):.3f}" for key in seconds)]
     assert f"| {' | '.join(cells)} |" in (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")

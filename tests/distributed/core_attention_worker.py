@@ -18,6 +18,7 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
+from deepspeed_distca.scheduler.topology import Topology
 from tests.distributed.random_plans import random_layout, random_tasks
 
 
@@ -65,7 +66,9 @@ def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
         plans = []
         for _ in range(2):  # forward and backward follow different plans
             tasks = random_tasks(rng, layout, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9])))
-            compiler = RouteCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
+            rule = RelayRule(least_rows=1, factor=int(rng.integers(0, 3)))
+            nodes = Topology.of(rng.integers(0, 2, world).tolist()) if rng.random() < 0.5 else None
+            compiler = RouteCompiler(layout, tasks, nodes, rule)
             worst["relayed"] += len(compiler.relayed())
             plans.append(RankPlan(compiler.rank(rank)))
         exchange.early = bool(rng.random() < 0.5)

@@ -29,6 +29,7 @@ from deepspeed_distca.huggingface.turns import Turns
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.routes import RouteCompiler
+from deepspeed_distca.scheduler.topology import Topology
 from tests.distributed import model_families, models_worker
 from tests.distributed.core_attention_worker import _one
 from tests.distributed.engine_worker import documents_of, ds_config, reference, tiny_llama
@@ -63,7 +64,9 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
         plans = []
         for _ in range(2):  # forward and backward follow different plans
             tasks = random_tasks(rng, layout, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9, 1.0])))
-            compiler = RouteCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
+            rule = RelayRule(least_rows=1, factor=int(rng.integers(0, 3)))
+            nodes = Topology.of(rng.integers(0, 2, world).tolist()) if rng.random() < 0.5 else None
+            compiler = RouteCompiler(layout, tasks, nodes, rule)
             worst["relayed"] += len(compiler.relayed())
             plans.append(RankPlan(compiler.rank(rank)))
         divided = [

@@ -22,6 +22,7 @@ from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
+from deepspeed_distca.scheduler.topology import Topology
 from tests.distributed.random_plans import random_layout, random_tasks
 from tests.gpu import processes
 
@@ -56,7 +57,8 @@ def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", stag
                 tasks = balance(layout, CostModel.area(Heads(Q_HEADS, KV_HEADS, DIM)), phase=phase, window=window).rows
             else:
                 tasks = random_tasks(random, layout, window)
-            compiler = RouteCompiler(layout, tasks, RelayRule(least_rows=1, factor=0))
+            nodes = None if random is None else Topology.of_size(2, world)
+            compiler = RouteCompiler(layout, tasks, nodes, RelayRule(least_rows=1, factor=0))
             relayed += len(compiler.relayed())
             plans.append(RankPlan(compiler.rank(rank)))
             sizes += compiler.bytes_between(Heads(Q_HEADS, KV_HEADS, DIM), phase)

@@ -24,6 +24,7 @@ from deepspeed_distca.scheduler.cost_model import PhaseCost
 from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.routes import RouteCompiler, Routes
+from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.traffic import traffic
 from tests.scheduler.bounds import promised
 from tests.scheduler.checks import check_shards, check_tasks, documents_of
@@ -40,10 +41,11 @@ class Case(NamedTuple):
     cost: CostModel
     options: dict[str, Any]
     rule: RelayRule
+    nodes: Topology | None
 
     def __str__(self) -> str:
         ranks = [[tuple(segment) for segment in self.layout.rank(r)] for r in range(self.layout.num_ranks)]
-        return f"ranks={ranks} cost={self.cost} options={self.options} rule={self.rule}"
+        return f"ranks={ranks} cost={self.cost} options={self.options} rule={self.rule} nodes={self.nodes}"
 
 
 def random_case(seed: int) -> Case:
@@ -61,7 +63,8 @@ def random_case(seed: int) -> Case:
         "max_received_rows": rng.choice([1, 50, 500, 5000, 50000]) if rng.random() < 0.15 else None,
     }
     rule = RelayRule(least_rows=rng.choice([1, 100, 32768]), factor=rng.choice([0, 1, 2, 4]))
-    return Case(_random_layout(rng, ranks), _random_cost(rng, heads), options, rule)
+    nodes = Topology.of_size(rng.randint(1, ranks), ranks) if rng.random() < 0.3 else None
+    return Case(_random_layout(rng, ranks), _random_cost(rng, heads), options, rule, nodes)
 
 
 def check_plan(seed: int) -> None:
@@ -143,7 +146,7 @@ def _random_weights(rng: random.Random, ranks: int) -> list[int] | None:
 
 
 def _check(case: Case, seed: int) -> None:
-    layout, cost, options, rule = case
+    layout, cost, options, rule, nodes = case
     window, phase = options["window"], options["phase"]
     tasks = balance(layout, cost, **options)
     check_tasks(layout, tasks.rows, window)
@@ -155,7 +158,7 @@ def _check(case: Case, seed: int) -> None:
     assert tasks.loads_before.tolist() == _loads(case, home), "loads before"
     _check_bound(case, tasks, home)
     _check_cap(case, tasks, home)
-    _check_transfers(layout, tasks.rows, cost.heads, phase, rule)
+    _check_transfers(layout, tasks.rows, cost.heads, phase, rule, nodes)
     if seed % 4 == 0:
         again = balance(layout, cost, **options)
         names = dict(phase=phase, window=window)
@@ -201,7 +204,7 @@ def _check_cuts(layout: Layout, rows: np.ndarray, granularity: int) -> None:
 
 def _check_bound(case: Case, tasks: Tasks, home: np.ndarray) -> None:
     """Nothing moves where nothing must, weight 0 computes nothing, and loads stay below what is promised."""
-    layout, cost, options, _ = case
+    layout, cost, options, *_ = case
     loads, before = tasks.loads.tolist(), tasks.loads_before.tolist()
     weights = options["server_weights"] or [1] * layout.num_ranks
     assert all(not load for load, weight in zip(loads, weights, strict=True) if not weight), "weight 0 computes"
@@ -228,9 +231,11 @@ def _check_cap(case: Case, tasks: Tasks, home: np.ndarray) -> None:
     assert (received <= np.maximum(cap, own.kv_rows.sum(axis=0))).all(), "received more than the cap"
 
 
-def _check_transfers(layout: Layout, rows: np.ndarray, heads: Heads, phase: str, rule: RelayRule) -> None:
+def _check_transfers(
+    layout: Layout, rows: np.ndarray, heads: Heads, phase: str, rule: RelayRule, nodes: Topology | None
+) -> None:
     """Every task finds the rows that it asks for, and senders and receivers agree."""
-    compiler = RouteCompiler(layout, rows, rule)
+    compiler = RouteCompiler(layout, rows, nodes, rule)
     plans = [compiler.rank(rank) for rank in range(layout.num_ranks)]
     # Every row has a name: the start of its document in a numbering of all tokens, plus its position.
     lengths = {document: len(home) for document, home in documents_of(layout).items()}
@@ -303,9 +308,19 @@ def _check_runs(plans: list[Routes], heads: Heads, phase: str) -> tuple[np.ndarr
 
     kinds = {
         "q": (lambda p: p.q_out, lambda p: p.q_in, q_size, q_back),
-        "kv": (lambda p: p.kv_out, lambda p: p.kv_in, 0, kv_back),
-        "kv direct": (lambda p: p.kv_out[p.kv_out_direct], lambda p: p.kv_in[p.kv_in_direct], kv_size, 0),
-        "relayed": (lambda p: p.relay_out, lambda p: p.relay_in, kv_size, 0),
+        "kv": (
+            lambda p: p.kv_out[~p.kv_out_relayed],
+            lambda p: p.kv_in[p.kv_in_direct & ~p.kv_in_relayed],
+            kv_size,
+            kv_back,
+        ),
+        "kv sent on": (
+            lambda p: p.kv_out[p.kv_out_relayed],
+            lambda p: p.kv_in[p.kv_in_direct & p.kv_in_relayed],
+            kv_size,
+            kv_back,
+        ),
+        "relayed": (lambda p: p.relay_out, lambda p: p.relay_in, kv_size, kv_back),
     }
     for name, (leaving, arriving, there, returned) in kinds.items():
         sends = {(p.rank, peer): runs for p in plans for peer, runs in by_peer(leaving(p)).items()}

@@ -22,6 +22,7 @@ from deepspeed_distca.scheduler.routes import (
     home_routes,
 )
 from deepspeed_distca.scheduler.tasks import home_tasks
+from deepspeed_distca.scheduler.topology import Topology
 from tests.distributed.random_plans import random_layout, random_tasks
 
 cases = st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 6), st.sampled_from([None, 1, 3, 40]))
@@ -31,7 +32,9 @@ def compiled(seed: int, world: int, window: int | None) -> tuple[Layout, np.ndar
     rng = np.random.default_rng(seed)
     layout = random_layout(rng, world, documents=int(rng.integers(1, 8)), longest=int(rng.integers(1, 60)))
     tasks = random_tasks(rng, layout, window, stay=float(rng.choice([0.0, 0.5, 1.0])))
-    compiler = RouteCompiler(layout, tasks, RelayRule(least_rows=1, factor=int(rng.integers(0, 3))))
+    rule = RelayRule(least_rows=1, factor=int(rng.integers(0, 3)))
+    nodes = Topology.of(rng.integers(0, 2, world).tolist()) if rng.random() < 0.5 else None
+    compiler = RouteCompiler(layout, tasks, nodes, rule)
     return layout, tasks, [compiler.rank(r) for r in range(world)]
 
 
@@ -84,9 +87,15 @@ def test_senders_and_receivers_list_the_same_runs_in_the_same_order(case: tuple)
         for server, receiver in enumerate(plans):
             if home == server:
                 continue
-            direct = (sender.kv_out[sender.kv_out_direct], receiver.kv_in[receiver.kv_in_direct])
-            back = (sender.kv_out, receiver.kv_in)
-            for out, into in ((sender.q_out, receiver.q_in), direct, back, (sender.relay_out, receiver.relay_in)):
+            relayed = receiver.kv_in_direct & receiver.kv_in_relayed
+            alone = receiver.kv_in_direct & ~receiver.kv_in_relayed
+            for out, into in (
+                (sender.q_out, receiver.q_in),
+                (sender.kv_out, receiver.kv_in[receiver.kv_in_direct]),
+                (sender.kv_out[sender.kv_out_relayed], receiver.kv_in[relayed]),
+                (sender.kv_out[~sender.kv_out_relayed], receiver.kv_in[alone]),
+                (sender.relay_out, receiver.relay_in),
+            ):
                 sent, received = out[out[:, PEER] == server][:, 1:], into[into[:, PEER] == home][:, 1:]
                 assert np.array_equal(sent, received)
 
@@ -117,7 +126,7 @@ def test_a_document_for_many_servers_is_relayed() -> None:
     plain = RouteCompiler(layout, tasks)
     assert not len(plain.relayed())
     heads = Heads(query=1, key_value=1, head_dim=64)  # q row 128 bytes, k and v 256, out 128, lse 4
-    relayed = RouteCompiler(layout, tasks, RelayRule(least_rows=1, factor=0))
+    relayed = RouteCompiler(layout, tasks, rule=RelayRule(least_rows=1, factor=0))
     before, after = (sum(c.bytes_between(heads, "forward")).sum(axis=1) for c in (plain, relayed))
     assert before.sum() == after.sum() and before[0] == sum(range(200, 1601, 100)) * 256 + 1500 * 128
     # The home sends the 3 largest prefixes, all their sums beyond that were relayed by them in turn.
@@ -130,9 +139,9 @@ def test_relays_wait_for_enough_rows() -> None:
     layout = Layout.from_lengths([[1600]] + [[10]] * 15)
     tasks = np.array([[0, 100 * s, 100 * s + 100, 0, s] for s in range(16)] + [[s, 0, 10, 0, s] for s in range(1, 16)])
     total = sum(range(200, 1601, 100))
-    assert len(RouteCompiler(layout, tasks, RelayRule(total, 4)).relayed())
-    assert not len(RouteCompiler(layout, tasks, RelayRule(total + 1, 4)).relayed())
-    assert not len(RouteCompiler(layout, tasks, RelayRule(total, 16)).relayed())
+    assert len(RouteCompiler(layout, tasks, rule=RelayRule(total, 4)).relayed())
+    assert not len(RouteCompiler(layout, tasks, rule=RelayRule(total + 1, 4)).relayed())
+    assert not len(RouteCompiler(layout, tasks, rule=RelayRule(total, 16)).relayed())
 
 
 @settings(max_examples=150, deadline=None)

@@ -212,7 +212,7 @@ class Runtime:
             # Whoever has decided it needs no memory to be known.
             lambda: device_memory(engine.device) if config.keep_attention is None else None,
         )
-        self._kept_said = config.keep_attention is not None or dist.get_rank() > 0
+        self._kept_said = 2 * len(modules) + 1 if config.keep_attention is None and dist.get_rank() == 0 else 0
         weighted = config.token_weighted_loss and contract.weighting is not None
         later = contract.weighting == "mean" or engine.gradient_accumulation_steps() > 1
         self._early_gradients = EarlyGradients(decoder, self.failed) if weighted and later else None
@@ -281,8 +281,8 @@ class Runtime:
         """See ``huggingface.adapter.Planner``."""
         self._kept_layers.note(len(kept))
         self.server.note_kept(len(kept))
-        if kept.wanted and self._kept_layers.measured and not self._kept_said:
-            self._kept_said = True
+        if kept.wanted and self._kept_layers.measured and 2 * len(kept) < self._kept_said:
+            self._kept_said = len(kept)  # and again when it is less than half of that
             print(
                 f"distca: there is memory to keep core attention of {len(kept)} of {kept.wanted} checkpointed layers; "
                 "recomputation repeats that of the others (`keep_attention` is left out)",

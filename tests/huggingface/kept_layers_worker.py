@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from deepspeed_distca import Layout, engine_runtime
 from deepspeed_distca.data.from_layout import batch_from_layout
+from deepspeed_distca.huggingface import kept_layers
 from deepspeed_distca.huggingface.kept_layers import Memory
 from tests.distributed.engine_worker import (
     counting,
@@ -41,7 +42,7 @@ def trained(checkpointing: str, keep: bool | None, seed: int = 3) -> list[dict]:
         config = model.config
         row = config.num_attention_heads * (config.hidden_size // config.num_attention_heads + 1) * 4
         layers = ROOM[len(found)][dist.get_rank()]
-        return Memory(int((layers + 0.5) * row * layout.tokens[dist.get_rank()] / 0.9), 0, 0)
+        return Memory(int((layers + 0.5) * row * layout.tokens[dist.get_rank()] / (1 - kept_layers._MARGIN)), 0, 0)
 
     with mock.patch.object(engine_runtime, "device_memory", memory):
         engine, *_ = deepspeed.initialize(

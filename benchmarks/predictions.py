@@ -17,18 +17,22 @@ import datetime
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from steps import batches
 from svg import Drawing
-from workloads.sampling import layouts
+from workloads.sampling import document_lengths, layouts
 
 from deepspeed_distca.advise import training_options
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import profiles
 from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
-from deepspeed_distca.simulator.step import Training, predict
+from deepspeed_distca.simulator.pipeline import one_forward_one_backward, same_phase
+from deepspeed_distca.simulator.step import Training, plain, predict
 
 RESULTS = Path(__file__).parent / "results"
 FIRST = "step_time_2xh200_64k.json"
@@ -38,6 +42,7 @@ SMALL = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 
 LEAST_TOKENS = 16384
 
 
+PAIR = ("plain", "grid")
 #: What the errors of a run's steps are held to: their median and the worst of them.
 MEDIAN, WORST = 0.05, 0.10
 #: Runs that do not keep to it, by file and the width of the model, and why.
@@ -206,20 +211,53 @@ def errors(run: Run) -> Errors | None:
     found = Errors(run, [], [], [])
     for batch in run.measured:
         p, end = predict(training, batch.layout), training.end(batch.layout.num_ranks)
-        plain, plugin = p.plain + end, p.plugin + end
+        without, with_it = p.plain + end, p.plugin + end
         if batch.plain is not None:
-            found.plain.append(plain * 1e3 / batch.plain - 1)
+            found.plain.append(without * 1e3 / batch.plain - 1)
         if batch.plugin is not None:
-            found.plugin.append(plugin * 1e3 / batch.plugin - 1)
+            found.plugin.append(with_it * 1e3 / batch.plugin - 1)
         if batch.plain is not None and batch.plugin is not None:
-            found.speed_up.append(plain / plugin * batch.plugin / batch.plain - 1)
+            found.speed_up.append(without / with_it * batch.plugin / batch.plain - 1)
     return found if found.plugin else None
+
+
+def pipeline() -> Errors:
+    """Steps over two stages; plain keeps attention under checkpointing, as the benchmark's did."""
+    found = json.loads((RESULTS / "pipeline_2xh200_four_streams.json").read_text())
+    args, rows, stages = found["args"], found["rows"], found["args"]["stages"]
+    config = {**LLAMA_3_8B, "num_hidden_layers": args["layers"], "vocab_size": 8192}
+    run = Run("pipeline_2xh200_four_streams.json", "2 stages, 4 layers, checkpointing", config, 1, True, False, [])
+    model, tokens = Model.of(config), args["tokens"]
+    cost = profiles.choose(H200, model.heads, folder=None).cost
+    training = Training(model, cost, training_options(config, stages), True, stages=stages)
+    made = Errors(run, [], [], [])
+    for seed in args["seeds"]:
+        lengths = document_lengths("pretrain", 131072, shuffle=seed)
+        size = args["micro_batches"] * tokens
+        ends = np.union1d(np.minimum(np.cumsum(lengths), size), np.arange(0, size + 1, tokens))
+        cuts = np.searchsorted(ends, np.arange(0, size + 1, tokens))
+        batches = [Layout.from_lengths([np.diff(ends[a : b + 1])]) for a, b in pairwise(cuts)]
+        loads = []
+        for batch in batches:
+            again, once = plain(training, batch), plain(replace(training, checkpointing=False), batch)
+            kept = {key: replace(load, attention=once[key].attention) for key, load in again.items()}
+            loads.append((kept, tokens))
+        run.measured.append(
+            Measured(batches[0], *(statistics.median(rows[f"seed {seed} {k}"]["ms"][1:]) for k in PAIR))
+        )
+        end = training.end(stages)
+        predicted = one_forward_one_backward(training, loads) + end, same_phase(training, batches)[0] + end
+        by_plain, by_plugin = (p * 1e3 / ms - 1 for p, ms in zip(predicted, run.measured[-1][1:], strict=True))
+        made.plain.append(by_plain)
+        made.plugin.append(by_plugin)
+        made.speed_up.append((1 + by_plain) / (1 + by_plugin) - 1)
+    return made
 
 
 def table() -> list[Errors]:
     """Of all runs."""
     runs = (*step_times(), whole_model(), *two_versions(), *small_steps())
-    return [found for run in runs if (found := errors(run)) is not None]
+    return [*(found for run in runs if (found := errors(run)) is not None), pipeline()]
 
 
 def in_markdown(rows: list[Errors]) -> str:

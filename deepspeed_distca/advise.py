@@ -9,7 +9,7 @@ of it takes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +20,13 @@ import torch
 
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.data.lengths import read_json
-from deepspeed_distca.layout import Layout
 from deepspeed_distca.plan_options import plan_options
 from deepspeed_distca.scheduler.worth import PlanOptions
+from deepspeed_distca.simulator.documents import described, in_words, micro_batches, too_few
 from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
 from deepspeed_distca.simulator.step import Training, predict
 
-__all__ = ["LLAMA_3_8B", "Model", "advise", "micro_batches", "read_config", "training_options"]
+__all__ = ["LLAMA_3_8B", "Model", "advise", "read_config", "training_options"]
 
 #: Speed-up from which on it pays: less is lost in what is not predicted.
 WORTHWHILE = 1.02
@@ -47,29 +47,6 @@ def training_options(config: Mapping[str, Any], ranks: int = 1, node_size: int |
     sizes = SimpleNamespace(**(config.get("text_config") or config))
     machines = {rank: str(rank // (node_size or ranks)) for rank in range(ranks)}
     return plan_options(parse_config({}), torch.device("cuda"), sizes, servers=machines)
-
-
-def micro_batches(
-    lengths: np.ndarray, ranks: int, tokens: int, count: int, seed: int, context: int | None = None
-) -> Iterator[Layout]:
-    """Documents in random order, one behind another into contexts; what a context's end cuts off is a document of its
-    own in the next one. As many micro-batches as the documents fill, or `count`.
-
-    Args:
-        lengths: of the documents, int64 [n], all positive.
-        tokens: of each rank.
-        context: tokens of a context, of one rank or of several that follow on each other; None is a rank's.
-    """
-    order = np.random.default_rng(seed).permutation(len(lengths))
-    ends, size = np.cumsum(lengths[order]), ranks * tokens
-    for batch in range(min(count, int(ends[-1]) // size if len(ends) else 0)):
-        low = batch * size
-        inside = ends[np.searchsorted(ends, low, side="right") : np.searchsorted(ends, low + size)] - low
-        documents = np.union1d(inside, np.arange(0, size, context or tokens))  # where they begin
-        begin = np.union1d(documents, np.arange(0, size, tokens))
-        document = np.searchsorted(documents, begin, side="right") - 1
-        columns = begin // tokens, document, begin - documents[document], np.diff(begin, append=size)
-        yield Layout(np.stack(columns, axis=1), ranks)
 
 
 @dataclass(frozen=True)
@@ -107,7 +84,6 @@ class Advice:
 
     def __str__(self) -> str:
         """Lines to print."""
-        d = self.documents
         rows = (
             ("attention, largest / mean rank", self.balance, "{:.2f}"),
             ("a step without the plugin, ms", self.plain_ms, "{:.0f}"),
@@ -116,8 +92,7 @@ class Advice:
             ("speed-up", self.speed_up, "{:.2f}x"),
         )
         lines = [
-            f"{d['documents']:,} documents, {d['tokens']:,} tokens: half of them up to {d['median']:,}, nine of ten "
-            f"up to {d['nine_of_ten_below']:,}, the longest {d['longest']:,}",
+            in_words(self.documents),
             f"{self.micro_batches} micro-batches; rows move in {self.moved:.0%} of them",
             f"{'':32}{'median':>9}{'10 %':>9}{'90 %':>9}",
             *(f"{name:32}" + "".join(f"{form.format(x):>9}" for x in values) for name, values, form in rows),
@@ -159,7 +134,7 @@ def advise(
     else:
         why = f"leave it out: {gain}, but moving rows costs as much; more than {tokens} tokens a rank may change that"
     return Advice(
-        _describe(lengths),
+        described(lengths),
         len(found),
         _spread([p.balance for p in found]),
         _spread(plain * 1e3),
@@ -172,25 +147,6 @@ def advise(
         _NODES if ranks > NODE and training.options.nodes is None else "",
         {"distca": {"enabled": True}} if pays else {},
     )
-
-
-def too_few(lengths: np.ndarray, ranks: int, tokens: int) -> ValueError:
-    """Documents that do not fill a micro-batch."""
-    return ValueError(
-        f"the {len(lengths)} documents have {int(lengths.sum())} tokens, a micro-batch of {ranks} ranks with "
-        f"{tokens} each needs {ranks * tokens}; give more documents, fewer ranks or fewer tokens"
-    )
-
-
-def _describe(lengths: np.ndarray) -> dict[str, int]:
-    median, most = np.percentile(lengths, [50, 90]).astype(int).tolist()
-    return {
-        "documents": len(lengths),
-        "tokens": int(lengths.sum()),
-        "median": median,
-        "nine_of_ten_below": most,
-        "longest": int(lengths.max()),
-    }
 
 
 def _spread(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:

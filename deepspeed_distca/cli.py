@@ -244,12 +244,12 @@ def _print_plan(report: dict[str, Any]) -> None:
 
 
 def _advise_arguments(parser: argparse.ArgumentParser) -> None:
-    _documents_arguments(parser)
+    _documents_arguments(parser, micro_batches=20)
     parser.add_argument("--node-size", type=_positive_int, help="GPUs of a node, of several (all are in one)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def _documents_arguments(parser: argparse.ArgumentParser) -> None:
+def _documents_arguments(parser: argparse.ArgumentParser, micro_batches: int) -> None:
     """Of what predicts steps: documents, model, GPUs."""
     parser.add_argument(
         "documents",
@@ -265,7 +265,12 @@ def _documents_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", action="store_true", help="activations are computed a second time")
     parser.add_argument("--liger", action="store_true", help="the model has Liger's kernels (transformers' own)")
     parser.add_argument("--zero", choices=("0", "1", "2", "3"), default="1", help="stage of ZeRO (1)")
-    parser.add_argument("--micro-batches", type=_positive_int, default=20, help="the most that are drawn (20)")
+    parser.add_argument(
+        "--micro-batches",
+        type=_positive_int,
+        default=micro_batches,
+        help=f"the most that are drawn ({micro_batches})",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of their order (0)")
 
 
@@ -288,6 +293,51 @@ def _advise(arguments: argparse.Namespace) -> int:
     print(f"model: {training.model.name}; cost model {source}")
     print(advice)
     return 0
+
+
+# -- simulate ---------------------------------------------------------------------------------------------------------
+
+
+def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    _documents_arguments(parser, micro_batches=4)
+    parser.add_argument("--context", type=_positive_int, help="tokens in which documents end (a rank's)")
+    parser.add_argument("--nodes", type=_positive_int, help="over which the ranks are (of 8 ranks each)")
+    parser.add_argument("--stages", type=_positive_int, default=1, help="of a pipeline (1)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--trace", metavar="FILE", help="write a step by rank, for ui.perfetto.dev")
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from deepspeed_distca.simulator.simulate import simulate, write_trace
+
+    with _one_line(arguments):
+        lengths, training, source = _read_documents(arguments, None)
+        nodes = arguments.nodes or -(-arguments.ranks // 8)
+        if arguments.nodes and arguments.ranks % nodes:
+            raise UsageError(f"--ranks {arguments.ranks} cannot be divided into --nodes {nodes}; give a divisor")
+        found = simulate(
+            lengths,
+            replace(training, stages=arguments.stages),
+            ranks=arguments.ranks,
+            tokens=arguments.tokens_per_rank,
+            node_size=arguments.ranks // nodes if arguments.nodes else 8,
+            context=arguments.context,
+            count=arguments.micro_batches,
+            seed=arguments.seed,
+        )
+        if arguments.trace:
+            write_trace(found, Path(arguments.trace))
+    if arguments.json:
+        print(json.dumps(found.to_dict()))
+        return 0
+    print(f"model: {training.model.name}; cost model {source}")
+    print(found)
+    return 0
+
+
+# -- what both need ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -392,6 +442,11 @@ COMMANDS: dict[str, Command] = {
         "Predict from the lengths of documents what the plugin would gain, by what training plans with.",
         _advise_arguments,
         _advise,
+    ),
+    "simulate": Command(
+        "Predict a training step of any number of GPUs by every way to share attention, side by side.",
+        _simulate_arguments,
+        _simulate,
     ),
     "doctor": Command(
         "Look at versions, the attention kernel, a DeepSpeed config and a model: can the plugin run here?",

@@ -48,6 +48,7 @@ RUN = {
     ),
     "torchrun --nnodes 2": ("benchmarks/slow_network.py", '"--nnodes", "2", "--node-rank"'),
     "ds_distca advise": ("tests/test_cli_advise.py", '["advise"'),
+    "ds_distca simulate": ("tests/test_cli_simulate.py", '["simulate"'),
     "ds_distca doctor": ("tests/test_cli_doctor.py", '["doctor"'),
     "ds_distca plan": ("tests/test_cli_plan.py", '"plan"'),
     "ds_distca profile": ("tests/test_cli_profile.py", 'main(["profile"'),

@@ -34,8 +34,14 @@ _ELEMENTWISE: dict[tuple[bool, Phase], tuple[int, int, int]] = {
     (True, "forward"): (20, 6, 4),
     (True, "backward"): (42, 10, 4),
 }
+#: Bytes that a layer saves for its backward, for each of these elements, by the same count; and those that its
+#: backward needs beside: gradients of the feed-forward part, and the norms' in fp32.
+_SAVED = {False: (16, 8, 4), True: (8, 6, 4)}
+_WORKSPACE = (12, 6, 0)
 #: Bytes for each logit, forward and backward: cast to fp32, softmax, gradient, cast back; or Liger's loss in place.
 _LOSS = {False: 36, True: 6}
+#: Bytes of a logit that are there at once: bf16, fp32 and its softmax; Liger's loss has some of them at a time.
+_LOGITS = {False: 10, True: 0}
 
 
 @dataclass(frozen=True)
@@ -106,9 +112,19 @@ class Model:
 
     def element_bytes(self, phase: Phase, liger: bool) -> int:
         """Bytes that a layer's element-wise work moves for a token in a phase."""
-        hidden, wide, rotated = _ELEMENTWISE[liger, phase]
+        return self._bytes(_ELEMENTWISE[liger, phase])
+
+    def saved_bytes(self, liger: bool) -> int:
+        """Bytes that a layer saves for its backward, for a token."""
+        return self._bytes(_SAVED[liger])
+
+    def workspace_bytes(self, liger: bool) -> int:
+        """Bytes for a token that are there once: a layer's backward, or the logits."""
+        return max(self._bytes(_WORKSPACE), _LOGITS[liger] * self.vocabulary)
+
+    def _bytes(self, each: tuple[int, int, int]) -> int:
         heads = (self.heads.query + self.heads.key_value) * self.heads.head_dim
-        return hidden * self.hidden + wide * self.wide + rotated * heads
+        return sum(n * elements for n, elements in zip(each, (self.hidden, self.wide, heads), strict=True))
 
     def loss_bytes(self, liger: bool) -> int:
         """Bytes that the loss moves for a token, forward and backward, beside the output's matrix products."""

@@ -86,15 +86,37 @@ class Training:
         return float(max(near, far))
 
     def zero_layer(self, phase: Phase, ranks: int) -> float:
-        """Seconds of ZeRO-3's traffic under a layer's phase: parameters are gathered, gradients are scattered."""
-        times = 0 if self.zero < 3 else 1 if phase == "forward" else 2
-        return times * self.gathered(2 * self.model.layer_parameters, ranks // self.stages)
+        """Seconds of ZeRO-3's traffic under a layer's phase: parameters are gathered, gradients are scattered. (It is
+        not for pipelines.)"""
+        if self.zero < 3:
+            return 0.0
+        return (1 if phase == "forward" else 2) * self.gathered(2 * self.model.layer_parameters, ranks)
 
     def end(self, ranks: int) -> float:
         """Seconds of what comes at a step's end: gradients and parameters of ZeRO 0 to 2, and the optimizer."""
         replicas, mine = ranks // self.stages, self.model.parameters / self.stages
         moved = 0.0 if self.zero == 3 else 2 * self.gathered(2 * mine, replicas)
         return moved + OPTIMIZER_BYTES * mine / (replicas if self.zero else 1) / MEMORY_RATE
+
+    def memory(self, ranks: int, tokens: int, *, kept: bool, in_flight: int = 1) -> float:
+        """Bytes of the fullest rank, an estimate: weights, gradients and the optimizer's states, what layers save for
+        backward, and what one layer's backward or the logits need.
+
+        Args:
+            tokens: of a micro-batch.
+            kept: whether checkpointing keeps attention's results.
+            in_flight: micro-batches whose layers wait for their backward.
+        """
+        model, mine, replicas = self.model, self.model.parameters / self.stages, ranks // self.stages
+        parts = [2 / replicas if self.zero >= stage else 2 for stage in (3, 2)]  # weights and gradients, in bf16
+        states = mine * (sum(parts) + 12 / (replicas if self.zero else 1))
+        saved, heads = model.saved_bytes(self.liger), model.heads
+        layer = saved
+        if self.checkpointing:
+            layer = heads.element_size * model.hidden + (heads.return_bytes if kept else 0)
+        layers = model.layers / self.stages * layer * in_flight + (saved if self.checkpointing else 0)
+        gathered = 4 * model.layer_parameters if self.zero == 3 else 0  # a layer's, and the next one's
+        return states + gathered + tokens * (layers + model.workspace_bytes(self.liger))
 
 
 @dataclass(frozen=True)

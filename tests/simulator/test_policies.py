@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies and pipelines of the simulator: against counting, the real schedule, and what was measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from deepspeed_distca.advise import training_options
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.pipeline.schedule import training_ticks
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
+from deepspeed_distca.scheduler.topology import Topology
+from deepspeed_distca.simulator import policies
+from deepspeed_distca.simulator.documents import micro_batches
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
+from deepspeed_distca.simulator.pipeline import one_forward_one_backward, ticks
+from deepspeed_distca.simulator.policies import IDEAL, OURS, PARTS, PLAIN, ROOM, outcomes, shared
+from deepspeed_distca.simulator.step import Load, Training, plain, plugin, seconds
+
+TOKENS, RANKS = 16384, 16
+MODEL = Model.of(LLAMA_3_8B)
+GIB = 2**30
+
+
+def training(nodes: int = 2, **more) -> Training:
+    options = replace(training_options(LLAMA_3_8B), topology=Topology.of_size(RANKS // nodes, RANKS))
+    return Training(MODEL, CostModel.fitted(MODEL.heads), options, **more)
+
+
+def batches(count: int = 2, ranks: int = RANKS, context: int | None = None) -> list[Layout]:
+    lengths = np.random.default_rng(1).lognormal(7.5, 1.6, 6000).astype(np.int64) + 1
+    return list(micro_batches(lengths, ranks, TOKENS, count, 0, context))
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.argv[0] = 'ds_distca'; import deepspeed_distca.simulator.simulate; "
+        "print({'torch', 'deepspeed', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("context", [TOKENS // 2, TOKENS, 4 * TOKENS])
+def test_contexts_are_cut_and_laid_out(context: int) -> None:
+    for layout in batches(context=context):
+        layout.validate()
+        assert layout.tokens.tolist() == [TOKENS] * RANKS
+        lengths, first = policies.lengths_of(layout)
+        ends = set(np.cumsum(lengths).tolist())
+        assert set(range(context, RANKS * TOKENS + 1, context)) <= ends and lengths.max() <= context
+        assert first.tolist() == sorted(first) and layout.is_whole == (context <= TOKENS)
+
+
+def test_a_group_of_one_rank_is_plain() -> None:
+    (layout,) = batches(1)
+    lengths, first = policies.lengths_of(layout)
+    for checkpointing in (False, True):
+        setting = training(checkpointing=checkpointing)
+        groups = policies.in_order(setting, lengths, first, RANKS, TOKENS, 1)
+        ours, own = shared(setting, groups, 1), plain(setting, layout)
+        for key, load in own.items():
+            np.testing.assert_allclose(ours[key].attention, load.attention, rtol=1e-9)
+            np.testing.assert_allclose(ours[key].linear, load.linear, rtol=1e-9)
+
+
+def test_shared_documents_are_as_much_work() -> None:
+    (layout,) = batches(1)
+    lengths, first = policies.lengths_of(layout)
+    whole = plain(training(), layout)
+    for degree in (2, 4, 8, 16):
+        groups = policies.in_order(training(), lengths, first, RANKS, TOKENS, degree)
+        for ulysses in (False, True):
+            loads = shared(training(), groups, degree, ulysses=ulysses)
+            for key, load in loads.items():
+                total = whole[key].attention.sum()
+                # Cut by queries, keys are read by several ranks, and short ranges cost more.
+                assert total * (1 - 1e-9) <= load.attention.sum() <= total * (1 + 1e-9 if ulysses else 2.5)
+                assert load.exposed.min() > 0 and len(load.attention) == RANKS
+                assert load.linear.sum() == pytest.approx(whole[key].linear.sum())
+    kv, q, out = MODEL.heads.kv_bytes, MODEL.heads.q_bytes, MODEL.heads.out_bytes
+    groups = policies.in_order(training(), lengths, first, RANKS, TOKENS, 4)
+    assert shared(training(), groups, 4)[None, "forward"].sent[0] == TOKENS * kv * 3
+    assert shared(training(), groups, 4, ulysses=True)[None, "forward"].sent[0] == TOKENS * (q + kv + out) * 3 / 4
+    far, near = (shared(training(nodes), groups, 4)[None, "forward"].exposed for nodes in (8, 1))
+    assert (far > near).all()
+
+
+def test_dealt_documents_stay_whole_within_the_cap() -> None:
+    tokens = 8 * TOKENS
+    drawn = np.random.default_rng(2).integers(1, tokens // 2, 200)
+    (layout,) = micro_batches(drawn, RANKS, tokens, 1, 0)
+    lengths, first = policies.lengths_of(layout)
+    groups = policies.by_work(training(), lengths, first, RANKS, tokens, 1)
+    assert sorted(np.concatenate(groups).tolist()) == sorted(lengths.tolist())
+    assert tokens < max(group.sum() for group in groups) <= ROOM * tokens
+    dealt, own = shared(training(), groups, 1), plain(training(), layout)
+    assert sum(load.seconds for load in dealt.values()) < sum(load.seconds for load in own.values())
+    assert policies.by_work(training(), np.array([3 * TOKENS]), np.array([0]), RANKS, TOKENS, 1) is None
+
+
+@pytest.mark.parametrize("more", [{}, {"checkpointing": True, "zero": 3}, {"stages": 2, "zero": 0}])
+def test_parts_are_a_step_and_nothing_beats_the_ideal(more: dict) -> None:
+    setting = training(**more)
+    drawn = batches(3, ranks=RANKS // setting.stages)
+    found = {one.name: one for one in outcomes(setting, drawn, TOKENS)}
+    assert list(found) == [PLAIN, "dealt by work", "context parallel", "Ulysses", OURS, IDEAL]
+    for one in found.values():
+        assert set(one.parts) == set(PARTS) and min(one.parts.values()) > -1e-9
+        assert sum(one.parts.values()) == pytest.approx(one.seconds)
+        assert one.seconds >= found[IDEAL].seconds * (1 - 1e-9)
+    assert found[OURS].seconds < found[PLAIN].seconds
+    if setting.stages == 1:
+        end = setting.end(RANKS)
+        own = [seconds(setting, plain(setting, one), TOKENS) + end for one in drawn]
+        ours = [seconds(setting, plugin(setting, one), TOKENS) + end for one in drawn]
+        assert (found[PLAIN].seconds, found[OURS].seconds) == pytest.approx((np.mean(own), np.mean(ours)))
+
+
+def test_ulysses_has_no_more_ranks_than_heads() -> None:
+    few = replace(MODEL, heads=replace(MODEL.heads, query=2, key_value=2))
+    setting = replace(training(), model=few, cost=CostModel.fitted(few.heads))
+    names = {one.name: one.degree for one in outcomes(setting, batches(1), TOKENS)}
+    assert names["Ulysses"] == 2 and outcomes(setting, batches(1, context=4 * TOKENS), 4 * TOKENS)[3].name == OURS
+
+
+def test_ticks_are_the_schedules() -> None:
+    for stages in range(1, 6):
+        for count in range(1, 8):
+            own = [(tick.phase, list(tick.micro_batches)) for tick in training_ticks(count, stages)]
+            assert ticks(count, stages) == own
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (2, 5), (4, 8)])
+def test_equal_micro_batches_take_what_1f1b_takes(stages: int, count: int) -> None:
+    fast = replace(CostModel.fitted(MODEL.heads), bytes_per_second=2**60, latency=0)
+    setting = replace(training(1, stages=stages), cost=fast, model=replace(MODEL, vocabulary=0))
+    loads = {(None, phase): Load(np.full(2, 1.0 + (phase == "backward")), np.zeros(2)) for phase in PHASES}
+    layers = MODEL.layers / stages
+    assert one_forward_one_backward(setting, [(loads, 10)] * count) == pytest.approx(3 * layers * (count + stages - 1))
+
+
+def test_memory_is_near_what_was_measured() -> None:
+    """docs/performance.md, Memory and A whole model; the estimate is said to be one."""
+    four = Model.of({**LLAMA_3_8B, "num_hidden_layers": 4, "vocab_size": 8192})
+    base = replace(training(), model=four)
+    whole = replace(training(checkpointing=True, liger=True, zero=3))
+    for setting, tokens, kept, measured in (
+        (base, 65536, True, 64.1),
+        (base, 131072, True, 121.2),
+        (whole, 65536, False, 89.3),
+        (whole, 65536, True, 105.1),
+    ):
+        assert setting.memory(2, tokens, kept=kept) / GIB == pytest.approx(measured, rel=0.1)

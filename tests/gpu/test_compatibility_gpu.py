@@ -4,9 +4,9 @@
 Nothing here is exact to 1e-5, not even without the plugin: see compatibility_worker.py for what is compared. The block
 must be no further from plain training under the setting than twice what the kernels' rounding does without it, plus
 a share of what the setting does to plain training. Where the setting quantizes, that share is a half: equal inputs are
-quantized equally, so most of the setting's noise is common to both, while noise of their own would put them apart by
-its square root of two. What a compiler fuses depends on where its graphs end, at the attention of the plugin: there
-it is all of it, twice. Where plain training fails under the setting, the test says so as an expected failure.
+quantized equally, so most of the setting's noise is common to both; if each had its own, they would be 1.4 times that
+far apart. Under a compiler the share is two: its graphs end at the plugin's attention and not at plain's, so each has
+its own noise. Where plain training fails under the setting, the test says so as an expected failure.
 """
 
 from __future__ import annotations

@@ -381,16 +381,19 @@ def _read_documents(arguments: argparse.Namespace, node_size: int | None) -> tup
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", type=Path, help="a ds_config.json, whose block is checked")
-    parser.add_argument("--model", metavar="FILE", type=Path, help="a model's config.json (Llama-3-8B's heads)")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a ds_config.json, which is checked")
+    parser.add_argument("--model", metavar="FILE", type=Path, help="a model's config.json, of which a small copy is tried")
     parser.add_argument("--tokens-per-rank", type=_positive_int, help="of a micro-batch: tells the memory it takes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from deepspeed_distca.doctor import examine, report
+    from deepspeed_distca.doctor import BadInputError, examine, report
 
-    found = examine(arguments.config, arguments.model, arguments.tokens_per_rank)
+    try:
+        found = examine(arguments.config, arguments.model, arguments.tokens_per_rank)
+    except BadInputError as error:
+        raise UsageError(str(error)) from error
     print(report(found, arguments.json))
     return int(any(finding.verdict == "bad" for finding in found))
 

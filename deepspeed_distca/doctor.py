@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -25,15 +27,21 @@ from deepspeed_distca.attention_server.kernels import (
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.compat.deepspeed import import_quietly
-from deepspeed_distca.config import BLOCK, DistCAConfig, get_distca_config
+from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
 from deepspeed_distca.cost_choice import own_cost_model
 from deepspeed_distca.layout import Layout
+from deepspeed_distca.profiling.links import measure_links
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.routes import home_routes
 
 #: Of a kernel's results on a few documents, against the reference in fp64: some times what rounding makes of them.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 _LENGTHS = [300, 1, 129, 594]
+_GIB = 2**30
+
+
+class BadInputError(ValueError):
+    """A file that cannot be read, or is not what it should be; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -55,33 +63,72 @@ class Finding:
 
 
 def examine(config: Path | None, model: Path | None, tokens: int | None) -> list[Finding]:
-    """Everything that one process can look at without an engine.
+    """Everything that can be looked at without an engine.
 
     Args:
         config: a DeepSpeed config.
         model: a model's config.json; Llama-3-8B's sizes without.
         tokens: of a rank in a micro-batch, for memory.
+
+    Raises:
+        BadInputError: a file that cannot be read, or a model without the sizes of a decoder.
     """
-    found = [*_versions()]
-    block, sizes = DistCAConfig(), Model.of(LLAMA_3_8B)
-    if config is not None:
+    ds_config = None if config is None else _read(config)
+    architecture = LLAMA_3_8B if model is None else _read(model)
+    try:
+        sizes = Model.of(_by_usual_names(architecture))
+    except ValueError as error:
+        raise BadInputError(f"{model}: {error}") from error
+    found, block, shards = [*_versions()], DistCAConfig(), 1
+    if ds_config is not None:
         try:
-            given = get_distca_config(read_config(config))
+            given = get_distca_config(ds_config)
             found.append(_of_block(given))
             block = given or block
-        except (OSError, ValueError) as error:
-            found.append(Finding("bad", "ds_config", f"{config}: {error}"))
+        except DistCAConfigError as error:
+            found.append(Finding("bad", "ds_config", str(error)))
+        shards = _tensor_parallel(ds_config)
+        found += _of_deepspeed(ds_config, block)
     if model is not None:
-        try:
-            sizes = Model.of(read_config(model))
-            found.append(Finding("ok", "model", sizes.name))
-        except (OSError, ValueError) as error:
-            found.append(Finding("bad", "model", f"{model}: {error}"))
+        with _quiet():
+            found += _of_model(architecture, block, shards)
     found.append(_devices())
+    found += _links()
     found += _kernel(block, sizes.heads)
     if tokens is not None:
-        found.append(_memory(block, sizes, tokens))
+        found.append(_memory(block, sizes, tokens, shards))
     return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_config(path)
+    except OSError as error:
+        raise BadInputError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+
+
+def _by_usual_names(model: dict[str, Any]) -> dict[str, Any]:
+    """A model's config.json with its sizes by the names that most have: GPT-2's hidden_size is its n_embd."""
+    from transformers import CONFIG_MAPPING
+
+    kind = model.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return model
+    names = CONFIG_MAPPING[kind].attribute_map
+    return {**{usual: model[own] for usual, own in names.items() if own in model}, **model}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nobody else writes into the report."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _versions() -> Iterator[Finding]:
@@ -111,6 +158,112 @@ def _of_block(block: DistCAConfig | None) -> Finding:
     return Finding("ok", "ds_config", f"its `{BLOCK}` block holds")
 
 
+def _of_deepspeed(config: Mapping[str, Any], block: DistCAConfig) -> Iterator[Finding]:
+    """What DeepSpeed makes of its config, and what of it the plugin refuses or needs."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    # Trainer fills "auto" in; how many ranks share a batch is not known here.
+    known = {**_without_auto(config), "train_micro_batch_size_per_gpu": 1}
+    known.pop("train_batch_size", None)
+    known.pop("gradient_accumulation_steps", None)
+    try:
+        with _quiet():
+            stage = DeepSpeedConfig(known).zero_config.stage
+    except Exception as error:  # assertions, pydantic's and others
+        yield Finding("bad", "DeepSpeed", f"refuses the config: {' '.join(str(error).split())}")
+        return
+    if known.get("sequence_parallel_size", 1) != 1:
+        words = (
+            f"the `{BLOCK}` block cannot be combined with sequence parallelism (Ulysses, ALST); remove one of the two"
+        )
+        yield Finding("bad", "DeepSpeed", words)
+        return
+    needs: list[compat.Need] = ["zero_3"] if stage == 3 else []
+    if block.overlap == "ping_pong":
+        needs += ["ping_pong", "ping_pong_zero_3"] if stage == 3 else ["ping_pong"]
+    try:
+        compat.check(*needs)
+    except compat.CompatError as error:
+        yield Finding("bad", "DeepSpeed", str(error))
+        return
+    yield Finding(
+        "ok", "DeepSpeed", f"takes the config, with ZeRO stage {int(stage)}; sizes of batches were not looked at"
+    )
+
+
+def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
+    nested = {k: _without_auto(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    return {k: v for k, v in nested.items() if v != "auto"}
+
+
+def _tensor_parallel(config: Mapping[str, Any]) -> int:
+    """Ranks that hold a model among them."""
+    section = config.get("tensor_parallel")
+    size = section.get("autotp_size", 1) if isinstance(section, Mapping) else 1
+    return size if isinstance(size, int) and size > 1 else 1
+
+
+def _of_model(given: Mapping[str, Any], block: DistCAConfig, shards: int) -> Iterator[Finding]:
+    """What attach would find out about a model: its modules on no device, and a small copy that is run."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from deepspeed_distca.engine_runtime import heads_of
+    from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
+    from deepspeed_distca.huggingface.contract import find_contract
+    from deepspeed_distca.huggingface.decoders import attention_modules
+    from deepspeed_distca.huggingface.ping_pong import PingPong
+    from deepspeed_distca.huggingface.small_copy import small_model
+    from deepspeed_distca.pipeline.module import check_family
+
+    kind = given.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        words = f"model_type {kind!r} is none of transformers' own: it is tried when the engine is made"
+        yield Finding("note", "model", words)
+        return
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(dict(given))
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        yield Finding("bad", "model", f"transformers cannot make it: {type(error).__name__}: {error}")
+        return
+    try:
+        layers = len(attention_modules(whole))
+        heads_of(config.get_text_config(), torch.bfloat16, shards)
+    except UnsupportedModelError as error:
+        yield Finding("bad", "model", str(error))
+        return
+    name = f"{type(whole).__name__} with {layers} attention layers"
+    try:
+        small = small_model(config)
+        modules = attention_modules(small)
+    except Exception as error:
+        why = f"no small copy of it can be made ({type(error).__name__}: {error})"
+        yield Finding("note", "model", f"{name}; {why}: it is tried when the engine is made")
+        return
+    try:
+        contract = find_contract(small, small, modules, device=torch.device("cpu"), probe=block.advanced.probe)
+        if block.overlap == "ping_pong":
+            PingPong(small, modules, contract).remove()
+    except UnsupportedModelError as error:
+        # An error of the model's own may be the small copy's, whose numbers need not fit together.
+        its_own = error.__cause__ is not None
+        words = f"{name}; a small copy of it: {error}" + "; the engine tries the model itself" * its_own
+        yield Finding("note" if its_own else "bad", "model", words)
+        return
+    rows = {
+        "packed": "documents are packed",
+        "told": "documents are packed, and its mixers are told where they end",
+        "alone": f"each document needs a row of its own: {contract.why}",
+    }[contract.rows]
+    yield Finding("note" if contract.rows == "alone" else "ok", "model", f"{name}; {rows}")
+    try:
+        check_family(whole)
+        yield Finding("ok", "pipelines", "it can be divided into stages by DecoderPipeline")
+    except UnsupportedModelError as error:
+        yield Finding("note", "pipelines", str(error))
+
+
 def _devices() -> Finding:
     count = torch.cuda.device_count()
     if not count:
@@ -122,6 +275,22 @@ def _devices() -> Finding:
             "note", "GPUs", f"{count} x {names}; no peer copies between {', '.join(apart[:4])}: NCCL is used"
         )
     return Finding("ok", "GPUs", f"{count} x {names}" + (", each reaches the others' memory" if count > 1 else ""))
+
+
+def _links() -> list[Finding]:
+    """Between this machine's GPUs, where there are several."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return [Finding("note", "links", f"not measured: that takes two GPUs, and here are {count or 'none'}")]
+    try:
+        links = measure_links(count)
+    except RuntimeError as error:
+        return [Finding("bad", "links", f"{count} processes could not send to each other by NCCL: {error}")]
+    text = (
+        f"each GPU sends and receives {links.bytes_per_second / 1e9:.0f} GB/s at once by NCCL, and 64 KiB in "
+        f"{links.latency * 1e6:.0f} us"
+    )
+    return [Finding("ok", "links", text)]
 
 
 def _kernel(block: DistCAConfig, heads: Heads) -> list[Finding]:
@@ -176,14 +345,27 @@ def kernel_error(kernel: Kernel, heads: Heads, device: torch.device, dtype: torc
     return max(error if error == error else float("inf") for error in errors)
 
 
-def _memory(block: DistCAConfig, model: Model, tokens: int) -> Finding:
-    gib = 2**30
-    layers, heads = sum(model.windows.values()), model.heads
-    kept = layers * tokens * heads.query * (heads.head_dim * heads.element_size + 4) / gib  # out, and lse in fp32
+def _memory(block: DistCAConfig, model: Model, tokens: int, shards: int) -> Finding:
+    """What the plugin takes of a GPU beside what training does, and what there is."""
+    layers = sum(model.windows.values())
+    kept = layers * tokens * model.heads.return_bytes / shards / _GIB
     staging = block.advanced.staging_mib / 1024
-    text = f"{staging:.1f} GiB a GPU for staging where peer copies are used"
-    if block.keep_attention is not False:
-        text += f"; under activation checkpointing {kept:.1f} GiB for kept attention (`keep_attention`)"
+    use = {
+        True: f"needs {kept:.1f} GiB to keep attention of all {layers} layers under activation checkpointing",
+        None: f"takes up to {kept:.1f} GiB under activation checkpointing, of what training leaves free, to keep "
+        f"attention of up to {layers} layers",
+        False: "keeps no attention under activation checkpointing",
+    }[block.keep_attention]
+    text = (
+        f"with {tokens} tokens a rank the plugin {use}, and {staging:.1f} GiB for staging where peer copies are used"
+    )
+    if not torch.cuda.is_available():
+        return Finding("note", "memory", f"{text}; there is no GPU here to compare with")
+    free, total = (value / _GIB for value in torch.cuda.mem_get_info())
+    text += f"; the GPU has {total:.1f} GiB, {free:.1f} of them free now"
+    needed = staging + (kept if block.keep_attention else 0.0)
+    if needed > total:
+        return Finding("bad", "memory", f"{text}: it does not fit. Leave `keep_attention` out, or take fewer tokens")
     return Finding("note", "memory", text)
 
 

@@ -59,6 +59,7 @@ class Advice:
         balance, plain_ms, plugin_ms, ideal_ms, speed_up: median, tenth and ninetieth percentile over the
             micro-batches; milliseconds are of a step with one micro-batch.
         moved: the part of the micro-batches in which rows move.
+        steps_ms: of each micro-batch, without the plugin, with it, and with perfect balance.
         pays: whether to use it.
         why: in words.
         note: what this does not know; or nothing.
@@ -73,6 +74,7 @@ class Advice:
     ideal_ms: tuple[float, float, float]
     speed_up: tuple[float, float, float]
     moved: float
+    steps_ms: list[tuple[float, ...]]
     pays: bool
     why: str
     note: str
@@ -82,8 +84,8 @@ class Advice:
         """Plain values, for JSON."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        """Lines to print."""
+    def rows(self) -> list[tuple[str, list[str]]]:
+        """Of a table: what, and its median, tenth and ninetieth percentile."""
         rows = (
             ("attention, largest / mean rank", self.balance, "{:.2f}"),
             ("a step without the plugin, ms", self.plain_ms, "{:.0f}"),
@@ -91,11 +93,15 @@ class Advice:
             ("with perfect balance", self.ideal_ms, "{:.0f}"),
             ("speed-up", self.speed_up, "{:.2f}x"),
         )
+        return [(name, [form.format(x) for x in values]) for name, values, form in rows]
+
+    def __str__(self) -> str:
+        """Lines to print."""
         lines = [
             in_words(self.documents),
             f"{self.micro_batches} micro-batches; rows move in {self.moved:.0%} of them",
             f"{'':32}{'median':>9}{'10 %':>9}{'90 %':>9}",
-            *(f"{name:32}" + "".join(f"{form.format(x):>9}" for x in values) for name, values, form in rows),
+            *(f"{name:32}" + "".join(f"{cell:>9}" for cell in cells) for name, cells in self.rows()),
             self.why,
         ]
         if self.note:
@@ -142,6 +148,7 @@ def advise(
         _spread(ideal * 1e3),
         _spread(plain / plugin),
         sum(p.moves for p in found) / len(found),
+        [tuple(step) for step in (np.stack([plain, plugin, ideal], axis=1) * 1e3).tolist()],
         bool(pays),
         why,
         _NODES if ranks > NODE and training.options.nodes is None else "",

@@ -94,6 +94,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-received-rows", type=int, help="cap on query + key/value rows a server receives (none)")
     parser.add_argument("--server-weights", metavar="W,W,...", help="relative speeds of the servers, integers (equal)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--html", metavar="FILE", help="write a report with figures, one file")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -145,6 +146,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         "digest": digest(layout, tasks, phase=phase, window=arguments.window).hex,
         "milliseconds": milliseconds,
     }
+    if arguments.html:
+        from deepspeed_distca.report.figures import Plan
+        from deepspeed_distca.report.pages import plan_page
+
+        sent = sum(flow.sum() for flow in flows) / 2**20 / layout.num_ranks
+        plan = Plan.of(layout, tasks, cost, phase, arguments.window)
+        _write_html(arguments.html, plan_page(plan, phase, [_PLAN_HEAD, *_plan_rows(report)], sent))
     if arguments.json:
         print(json.dumps(report, default=lambda matrix: matrix.tolist()))
     else:
@@ -200,22 +208,19 @@ def _weights(text: str | None) -> list[int] | None:
         raise UsageError(f"--server-weights must be integers with commas between them, got {text[:80]!r}") from error
 
 
-def _print_plan(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+_PLAN_HEAD = ["server", "before ms", "after ms", "tasks", "moved in", "sent MiB", "received MiB"]
 
+
+def _plan_rows(report: dict[str, Any]) -> list[list[str]]:
+    """Cells of every server."""
     servers = len(report["load_after"])
-    table = Table(title=f"{len(report['tasks'])} CA-tasks on {servers} servers")
-    for name in ("server", "before ms", "after ms", "tasks", "moved in", "sent MiB", "received MiB"):
-        table.add_column(name, justify="right")
     tasks, moved_in = [0] * servers, [0] * servers
     for task in report["tasks"]:
         tasks[task["server"]] += 1
         moved_in[task["server"]] += task["home"] != [task["server"]]
-    flows = report["bytes"], report["bytes_return"]
-    sent, received = (sum(flow.sum(axis=axis) / 2**20 for flow in flows).tolist() for axis in (1, 0))
-    for server in range(min(servers, _TABLE_ROWS)):
-        table.add_row(
+    sent, received = _plan_flows(report)
+    return [
+        [
             str(server),
             f"{report['load_before'][server] * 1e3:.3f}",
             f"{report['load_after'][server] * 1e3:.3f}",
@@ -223,7 +228,36 @@ def _print_plan(report: dict[str, Any]) -> None:
             str(moved_in[server]),
             f"{sent[server]:.2f}",
             f"{received[server]:.2f}",
-        )
+        ]
+        for server in range(servers)
+    ]
+
+
+def _plan_flows(report: dict[str, Any]) -> list[list[float]]:
+    """MiB that every server sends and receives, there and back."""
+    flows = report["bytes"], report["bytes_return"]
+    return [sum(flow.sum(axis=axis) / 2**20 for flow in flows).tolist() for axis in (1, 0)]
+
+
+def _write_html(file: str, page: Any) -> None:
+    try:
+        page.save(Path(file))
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror or error}") from error
+
+
+def _print_plan(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = _plan_rows(report)
+    servers = len(rows)
+    sent, received = _plan_flows(report)
+    table = Table(title=f"{len(report['tasks'])} CA-tasks on {servers} servers")
+    for name in _PLAN_HEAD:
+        table.add_column(name, justify="right")
+    for row in rows[:_TABLE_ROWS]:
+        table.add_row(*row)
     console = Console()
     console.print(table)
     if servers > _TABLE_ROWS:
@@ -247,6 +281,7 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
     _documents_arguments(parser, micro_batches=20)
     parser.add_argument("--node-size", type=_positive_int, help="GPUs of a node, of several (all are in one)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--html", metavar="FILE", help="write a report with figures, one file")
 
 
 def _documents_arguments(parser: argparse.ArgumentParser, micro_batches: int) -> None:
@@ -287,6 +322,12 @@ def _advise(arguments: argparse.Namespace) -> int:
             count=arguments.micro_batches,
             seed=arguments.seed,
         )
+    if arguments.html:
+        from deepspeed_distca.report.pages import advise_page
+        from deepspeed_distca.simulator.documents import micro_batches
+
+        (first,) = micro_batches(lengths, arguments.ranks, arguments.tokens_per_rank, 1, arguments.seed)
+        _write_html(arguments.html, advise_page(advice, training, first))
     if arguments.json:
         print(json.dumps(advice.to_dict()))
         return 0
@@ -305,30 +346,34 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=_positive_int, default=1, help="of a pipeline (1)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--trace", metavar="FILE", help="write a step by rank, for ui.perfetto.dev")
+    parser.add_argument("--html", metavar="FILE", help="write a report with figures, one file; 8 to 512 ranks as well")
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from deepspeed_distca.simulator.simulate import simulate, write_trace
+    from deepspeed_distca.simulator.simulate import over_scale, simulate, write_trace
 
     with _one_line(arguments):
         lengths, training, source = _read_documents(arguments, None)
         nodes = arguments.nodes or -(-arguments.ranks // 8)
         if arguments.nodes and arguments.ranks % nodes:
             raise UsageError(f"--ranks {arguments.ranks} cannot be divided into --nodes {nodes}; give a divisor")
-        found = simulate(
-            lengths,
-            replace(training, stages=arguments.stages),
-            ranks=arguments.ranks,
-            tokens=arguments.tokens_per_rank,
-            node_size=arguments.ranks // nodes if arguments.nodes else 8,
-            context=arguments.context,
-            count=arguments.micro_batches,
-            seed=arguments.seed,
-        )
+        training = replace(training, stages=arguments.stages)
+        layout = {
+            "tokens": arguments.tokens_per_rank,
+            "node_size": arguments.ranks // nodes if arguments.nodes else 8,
+            "context": arguments.context,
+            "count": arguments.micro_batches,
+            "seed": arguments.seed,
+        }
+        found = simulate(lengths, training, ranks=arguments.ranks, **layout)
         if arguments.trace:
             write_trace(found, Path(arguments.trace))
+    if arguments.html:
+        from deepspeed_distca.report.pages import simulate_page
+
+        _write_html(arguments.html, simulate_page(found, over_scale(lengths, training, **layout)))
     if arguments.json:
         print(json.dumps(found.to_dict()))
         return 0
@@ -382,7 +427,9 @@ def _read_documents(arguments: argparse.Namespace, node_size: int | None) -> tup
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", type=Path, help="a ds_config.json, which is checked")
-    parser.add_argument("--model", metavar="FILE", type=Path, help="a model's config.json, of which a small copy is tried")
+    parser.add_argument(
+        "--model", metavar="FILE", type=Path, help="a model's config.json, of which a small copy is tried"
+    )
     parser.add_argument("--tokens-per-rank", type=_positive_int, help="of a micro-batch: tells the memory it takes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 

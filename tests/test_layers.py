@@ -23,6 +23,7 @@ LAYERS = (
     ("__init__",),
     ("simulator",),
     ("advise",),
+    ("report",),
     ("doctor",),
     ("cli", "run"),
 )
@@ -39,6 +40,7 @@ WITHOUT = {
     "profiling": ("deepspeed", "transformers"),
     "simulator": ("torch", "deepspeed", "transformers"),
     "advise": ("deepspeed", "transformers"),
+    "report": ("torch", "deepspeed", "transformers"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -71,7 +71,7 @@ def same_phase(training: Training, batches: Sequence[Layout]) -> tuple[float, di
     """The plugin's step: its seconds, what of them attention and rows are, the bytes that the mean rank sends for a
     micro-batch, and the loads of a tick in the middle."""
     tokens, stages = int(batches[0].tokens.max()), training.stages
-    total, sent, parts, middle = 0.0, 0.0, {"attention": 0.0, "rows": 0.0}, Loads()
+    total, sent, parts, middle = 0.0, 0.0, {"attention": 0.0, "exchange": 0.0}, Loads()
     hop, windows = _hop(training, tokens), training.model.windows
     for phase, has in ticks(len(batches), stages):
         loads = plugin(training, _side_by_side([None if i is None else batches[i] for i in has]), (phase,))
@@ -79,7 +79,7 @@ def same_phase(training: Training, batches: Sequence[Layout]) -> tuple[float, di
             layers = windows[window] / stages
             total += layers * load.seconds
             parts["attention"] += layers * float(load.attention.mean())
-            parts["rows"] += layers * float(load.exposed.max())
+            parts["exchange"] += layers * float(load.exposed.max())
             sent += layers * float(load.sent.mean()) / len(batches)
         total += hop + (training.output() * tokens * _OUTPUT[phase] if has[-1] is not None else 0.0)
         if all(i is not None for i in has) or not middle:

@@ -230,7 +230,7 @@ def _all_to_all(training: Training, size: float, degree: int) -> float:
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 #: What a step's seconds go for.
-PARTS = ("linear layers", "attention", "uneven work", "rows", "host, ZeRO", "pipeline", "output", "optimizer")
+PARTS = ("linear layers", "attention", "uneven work", "exchange", "host, ZeRO", "pipeline", "output", "optimizer")
 
 
 def outcome(training: Training, name: str, degree: int, made: Made, ranks: int, *, kept: bool = False) -> Outcome:
@@ -266,7 +266,7 @@ def _parts_of(training: Training, loads: Loads, tokens: int) -> dict[str, float]
         parts["linear layers"] += layers * float(load.linear.mean())
         parts["attention"] += layers * float(load.attention.mean())
         parts["uneven work"] += layers * float(work.max() - work.mean())
-        parts["rows"] += layers * (busy - float(work.max())) + load.extra
+        parts["exchange"] += layers * (busy - float(work.max())) + load.extra
         parts["host, ZeRO"] += layers * (load.seconds - busy)
     parts["output"] = training.output() * tokens
     return parts

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.simulator.documents import described, in_words, micro_batches, too_few
 from deepspeed_distca.simulator.policies import IDEAL, OURS, PLAIN, Outcome, outcomes
@@ -21,11 +22,12 @@ MEMORY = 141e9
 #: Of a step's seconds, what is waited for; the rest is work.
 WAITING = {
     "uneven work": "the busiest rank",
-    "rows": "rows of others",
+    "exchange": "rows of others",
     "host, ZeRO": "host or ZeRO",
     "pipeline": "the pipeline",
 }
 GIB, MIB = 2**30, 2**20
+SCALE = (8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Simulated:
         micro_batches: that were drawn.
         documents: what they were drawn from.
         outcomes: of the policies, the ideal last.
+        first: layout of the first micro-batch, over the ranks of a stage.
     """
 
     training: Training
@@ -47,6 +50,7 @@ class Simulated:
     micro_batches: int
     documents: dict[str, int]
     outcomes: list[Outcome]
+    first: Layout
 
     def __getitem__(self, name: str) -> Outcome:
         return next(one for one in self.outcomes if one.name == name)
@@ -173,7 +177,25 @@ def simulate(
     if not batches:
         raise too_few(lengths, replicas, tokens)
     found = outcomes(training, batches, context)
-    return Simulated(training, ranks, tokens, context, len(batches), described(lengths), found)
+    return Simulated(training, ranks, tokens, context, len(batches), described(lengths), found, batches[0])
+
+
+def over_scale(lengths: np.ndarray, training: Training, **layout: Any) -> dict[int, dict[str, float]]:
+    """By ranks, 8 to 512 as far as the documents last, and policy: how much faster than packed data a step is.
+
+    Args:
+        layout: of :func:`simulate`, but for the ranks.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for ranks in SCALE:
+        try:
+            at = simulate(
+                lengths, training, ranks=ranks, **{**layout, "count": layout["count"] if training.stages > 1 else 1}
+            )
+        except ValueError:  # too few documents, or ranks that the context or the stages do not divide
+            continue
+        found[ranks] = {one.name: at[PLAIN].seconds / one.seconds for one in at.outcomes}
+    return found
 
 
 # -- a step in time ---------------------------------------------------------------------------------------------------
@@ -186,7 +208,7 @@ def spans(training: Training, loads: Loads, tokens: int, ranks: int) -> Iterator
     for phase in ("forward", "backward"):
         for window, layers in training.model.windows.items():
             load = loads[window, phase]
-            columns = ("linear layers", load.linear), ("attention", load.attention), ("rows", load.exposed)
+            columns = ("linear layers", load.linear), ("attention", load.attention), ("exchange", load.exposed)
             for _ in range(layers):
                 start = at.copy()
                 for what, seconds in columns:

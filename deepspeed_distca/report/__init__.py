@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports as one HTML file each, which needs no network: figures are SVG in the page."""

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports in HTML: whole in one file, every figure drawn, in a browser where there is one, on phones and desktops."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepspeed_distca.cli import main
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.report.figures import Plan, loads, plan_map
+from deepspeed_distca.scheduler import CostModel, balance
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+QUIET = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+)
+FIGURES = {
+    "plan": ["loads", "map", "timeline"],
+    "advise": ["steps", "loads", "map", "timeline"],
+    "simulate": ["parts", "scale", "loads", "map", "timeline"],
+}
+#: Says in the title of the page around it what a reader sees of it.
+LOOK = """<script>
+const box = e => { const r = e.getBoundingClientRect(); return [r.left, r.right, r.height] };
+top.document.title = JSON.stringify({
+  wide: document.documentElement.scrollWidth, window: window.innerWidth,
+  figures: Object.fromEntries([...document.querySelectorAll('figure')].map(f => [f.id, box(f.querySelector('svg'))])),
+  texts: [...document.querySelectorAll('svg text')].map(t => [t.textContent, ...box(t)]),
+  rows: document.querySelectorAll('#table tbody tr').length,
+});
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("reports")
+    lengths = (np.random.default_rng(0).lognormal(8.5, 1.5, 2000).astype(int) + 1).tolist()
+    (folder / "documents.json").write_text(json.dumps(lengths))
+    layout = Layout.from_lengths([[40000], [500] * 40, [9000, 9000], []])
+    heads = {"query": 32, "key_value": 8, "head_dim": 128}
+    (folder / "layout.json").write_text(json.dumps({"ranks": layout.to_ranks(), "heads": heads}))
+    drawn = [str(folder / "documents.json"), "--ranks", "16", "--tokens-per-rank", "32768"]
+    commands = {
+        "plan": ["--layout", str(folder / "layout.json")],
+        "advise": [*drawn, "--micro-batches", "3"],
+        "simulate": [*drawn, "--micro-batches", "1", "--checkpointing"],
+    }
+    files = {name: folder / f"{name}.html" for name in commands}
+    for name, arguments in commands.items():
+        assert main([name, *arguments, "--html", str(files[name])]) == 0
+    return files
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_report_is_one_file(reports: dict[str, Path], name: str) -> None:
+    text = reports[name].read_text()
+    assert re.findall(r'<figure id="(\w+)"', text) == FIGURES[name] and 'id="table"' in text
+    assert not re.search(r"https?:|@import|url\(|<script|<link(?! rel=\"icon\" href=\"data:,\")|src=", text)
+    assert "prefers-color-scheme:dark" in text and "nan" not in re.sub(r"[a-z]nan|nan[a-z]", "", text.lower())
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_browser_shows_all_of_it(reports: dict[str, Path], tmp_path: Path, name: str, width: int) -> None:
+    page = tmp_path / "page.html"
+    inside = html.escape(reports[name].read_text().replace("</body>", f"{LOOK}</body>"))
+    # Chromium's own window is 500 wide at least.
+    style = f"border:0;width:{width}px;height:4000px"
+    page.write_text(f'<meta charset="utf-8"><title></title><iframe style="{style}" srcdoc="{inside}"></iframe>')
+    own = (f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,900", "--disable-sync")
+    told = ("--enable-logging=stderr", "--v=0", "--dump-dom", page.as_uri())
+    done = subprocess.run([BROWSER, *QUIET, *own, *told], capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    seen = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)[1]))
+    assert seen["window"] == width and seen["wide"] <= width  # nothing to scroll aside but tables
+    assert list(seen["figures"]) == FIGURES[name] and seen["rows"] >= 4
+    for left, right, height in seen["figures"].values():
+        assert 0 < left < right <= width and right - left > 0.6 * width and height > 60
+    assert len(seen["texts"]) > 20
+    for words, left, right, height in seen["texts"]:
+        assert not words or (left >= 0 and right <= width and height > 8), words
+
+
+def test_figures_have_every_rank_and_all_attention(reports: dict[str, Path]) -> None:
+    layout = Layout.from_lengths([[40000], [500] * 40, [9000, 9000], []])
+    cost = CostModel.fitted()
+    plan = Plan.of(layout, balance(layout, cost), cost, "forward")
+    before, after = plan.loads()
+    drawn = str(loads(before, after))
+    assert all(f"<title>rank {rank}: " in drawn for rank in range(4))
+    drawn = str(plan_map(plan))
+    widths = [float(w) for w in re.findall(r'width="([\d.]+)%"', drawn)]
+    assert sum(widths) == pytest.approx(100 * after.sum() / after.max(), abs=0.1 * len(widths))
+    assert "40 documents of rank 1" in drawn or drawn.count("of rank 1") == 40
+    assert drawn.count("fill-opacity") == sum("fill-opacity" in part for part in drawn.split("<rect"))
+    assert int(plan.moved.sum()) == len(re.findall(r"<rect (?![^>]*fill-opacity)", drawn))
+
+
+def test_a_file_that_cannot_be_written_is_one_line(reports: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+    layout = reports["plan"].parent / "layout.json"
+    assert main(["plan", "--layout", str(layout), "--html", "no/such/folder.html"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "no/such/folder.html: No such file" in err
+
+
+def test_empty_plans_have_a_report(tmp_path: Path, run_plan: Callable[[dict], Path]) -> None:
+    assert (
+        'id="map"' in run_plan({"ranks": [[], []], "heads": {"query": 8, "key_value": 2, "head_dim": 64}}).read_text()
+    )
+
+
+@pytest.fixture
+def run_plan(tmp_path: Path) -> Callable[[dict], Path]:
+    def run(layout: dict) -> Path:
+        (tmp_path / "layout.json").write_text(json.dumps(layout))
+        assert main(["plan", "--layout", str(tmp_path / "layout.json"), "--html", str(tmp_path / "report.html")]) == 0
+        return tmp_path / "report.html"
+
+    return run

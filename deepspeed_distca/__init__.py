@@ -26,12 +26,14 @@ if not _is_command():
     from deepspeed_distca.data import AccumulationLoader, PackedSequenceCollator, pack_step
     from deepspeed_distca.engine_hooks import attach, install, uninstall
     from deepspeed_distca.engine_runtime import Runtime
+    from deepspeed_distca.huggingface.trainer_callback import DistCACallback
     from deepspeed_distca.layout import Layout, LayoutError, Segment
 
     install()
 
 __all__ = [
     "AccumulationLoader",
+    "DistCACallback",
     "DistCAConfig",
     "DistCAConfigError",
     "Layout",

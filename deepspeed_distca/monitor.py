@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +12,19 @@ from deepspeed_distca.attention_server.statistics import StepStatistics
 PREFIX = "Train/DistCA/"
 
 
-def events(statistics: StepStatistics, samples: int) -> list[tuple[str, float, int]]:
+def events(statistics: StepStatistics, samples: int, seconds: float | None = None) -> list[tuple[str, float, int]]:
     """(name, value, samples seen) of what is known without waiting for the device.
 
     Times that were measured are those of the step before, which the device has finished: "previous" in their names.
     They are left out in the first step, and wherever the device is further behind.
+
+    Args:
+        seconds: of the host, from the end of the step before; None: not known.
     """
     values = {
         "balance_before": statistics.balance_before,
         "balance_after": statistics.balance_after,
+        "moved_share": statistics.moved_share,
         "bytes_moved": statistics.bytes_moved,
         "bytes_sent_max": statistics.bytes_sent_max,
         "planning_ms": statistics.planning_ms,
@@ -28,7 +33,9 @@ def events(statistics: StepStatistics, samples: int) -> list[tuple[str, float, i
         "previous_server_ms": statistics.previous_server_seconds,
         "previous_exposed_ms": statistics.previous_exposed_seconds,
     }
-    values |= {name: seconds * 1e3 for name, seconds in measured.items() if seconds is not None}
+    values |= {name: value * 1e3 for name, value in measured.items() if value is not None}
+    if seconds:
+        values["tokens_per_second"] = statistics.tokens / seconds
     return [(PREFIX + name, float(value), samples) for name, value in values.items()]
 
 
@@ -49,13 +56,17 @@ class StepMonitor:
         self._wrapped = rank == 0 and bool(getattr(getattr(engine, "monitor", None), "enabled", False))
         if not self._wrapped:
             return
-        step = engine.step
+        step, ended = engine.step, None
 
         def step_and_write(*args: Any, **kwargs: Any) -> Any:
+            nonlocal ended
             before = engine.global_steps
             result = step(*args, **kwargs)
             if engine.global_steps != before:
-                engine.monitor.write_events(events(statistics(), engine.global_samples))
+                now = time.perf_counter()
+                seconds = None if ended is None else now - ended
+                ended = now
+                engine.monitor.write_events(events(statistics(), engine.global_samples, seconds))
             return result
 
         engine.step = step_and_write

@@ -150,6 +150,7 @@ class AttentionServer:
         if self._agreement is not None and everyone.layout.num_ranks > 1:
             self._agreement.same(fingerprint(*(p.digest for p in planned)), "the plan of a micro-batch")
         self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
+        self._statistics.tokens += int(everyone.layout.tokens.sum())
         exchange = self._exchange.for_sizes(np.maximum.reduce([p.largest for p in planned]))
         parts = {window: [p.part for p in planned if p.window == window] for window in self._layers}
         moves = any(p.sent.any() for p in planned)
@@ -255,7 +256,7 @@ class AttentionServer:
         if step != self._statistics_step:
             self._statistics, self._statistics_step = StepStatistics(), step
             self._timer.reset()
-            self._loads = dict.fromkeys(("max_before", "max_after", "mean_before", "mean_after"), 0.0)
+            self._loads = dict.fromkeys(("max_before", "max_after", "mean_before", "mean_after", "moved"), 0.0)
             self._noted = []
         self._statistics.planning_ms += milliseconds
         self._statistics.micro_batches += micro_batches
@@ -270,9 +271,12 @@ class AttentionServer:
             for when, loads in (("before", tasks.loads_before), ("after", tasks.loads)):
                 total[f"max_{when}"] += layers * self._planner.last_load(weights, loads)
                 total[f"mean_{when}"] += layers * float(loads.mean())
+            total["moved"] += layers * float(np.maximum(tasks.loads_before - tasks.loads, 0).sum())
             seconds += layers * self._cost.seconds(tasks.loads) / speeds
         s.balance_before = total["max_before"] / total["mean_before"] if total["mean_before"] else 1.0
         s.balance_after = total["max_after"] / total["mean_after"] if total["mean_after"] else 1.0
+        at_home = total["mean_before"] * len(sent)
+        s.moved_share = total["moved"] / at_home if at_home else 0.0
         s.bytes_sent += int(sent[self._server])
         s.bytes_sent_max = max(s.bytes_sent_max, int(sent.max()))
         s.bytes_sent_mean += float(sent.mean())

@@ -25,6 +25,8 @@ class StepStatistics:
             as planned. Layers wait for each other, so it is the sum of the largest over the sum of the means. With
             `server_weights` parts are unequal on purpose: it is then 1 and by how much the last server's load exceeds
             its intended part, by its speed and over the mean.
+        moved_share: share of the servers' predicted load that those with too much give away.
+        tokens: of all servers of the group, padding included; 0 with pipelines.
         bytes_sent: what this rank sends, forward and backward, as home and as server.
         bytes_sent_max, bytes_sent_mean: the same over the servers of the group.
         planning_ms: milliseconds of this rank's host: planning, and comparing the plan with the other ranks'.
@@ -50,6 +52,8 @@ class StepStatistics:
     exposed_seconds: float = 0.0
     micro_batches: int = 0
     kept_layers: int = 0
+    moved_share: float = 0.0
+    tokens: int = 0
     previous_server_seconds: float | None = None
     previous_exposed_seconds: float | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections.abc import Callable
 
 import deepspeed
@@ -376,19 +377,23 @@ def monitored(seed: int, folder: str) -> dict:
     csv = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
     engine, *_ = deepspeed.initialize(model=tiny_llama(seed), config=ds_config(0, 2, DISTCA, **csv))
     engine.train()
-    expected, measured = [], []
+    expected, measured, times = [], [], []
     for turn in range(6):
         layout = Layout.from_lengths([[131 + 5 * turn, 4], [9, 3]])
         documents = documents_of(layout, np.random.default_rng(turn))
         engine.backward(engine(**batch_from_layout(documents, layout, dist.get_rank())).loss)
+        begin = time.perf_counter()
         engine.step()
         if turn % 2:
             stats = engine.distca.stats
+            assert stats.tokens == 2 * (131 + 5 * turn + 16) - 5
+            times.append([begin, time.perf_counter(), stats.tokens])
             expected.append([stats.balance_before, stats.bytes_moved])
             measured.append([stats.server_seconds * 1e3, stats.exposed_seconds * 1e3])
     dist.barrier()
     engine.distca.detach()
-    return {"expected": expected, "measured": measured, "left": sorted({"step", "backward"} & vars(engine).keys())}
+    left = sorted({"step", "backward"} & vars(engine).keys())
+    return {"expected": expected, "measured": measured, "times": times, "left": left}
 
 
 def run(seed: int, folder: str) -> dict:

@@ -100,6 +100,12 @@ def test_the_monitor_has_a_line_for_every_optimizer_step(ranks, folder):
     assert column("balance_before") == pytest.approx([balance for balance, _ in expected])
     assert column("bytes_moved") == [moved for _, moved in expected]
     assert all(a <= b for a, b in zip(column("balance_after"), column("balance_before"), strict=True))
+    assert all(0 < share < 1 for share in column("moved_share"))
+    # From the second step on, by the time from within one step to within the next.
+    rates, times = column("tokens_per_second"), ranks[0]["monitored"]["times"]
+    assert len(rates) == 2
+    for rate, (begin, end, _), (next_begin, next_end, tokens) in zip(rates, times, times[1:], strict=False):
+        assert tokens > 131 and tokens / (next_end - begin) <= rate <= tokens / (next_begin - end)
     assert len(column("planning_ms")) == 3 and min(column("planning_ms")) > 0.0
     # Measured times are those of the step before, so that nobody waits for a device; the first step has none.
     measured = ranks[0]["monitored"]["measured"][:-1]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from deepspeed_distca.defaults import GRANULARITY, TOLERANCE
+from deepspeed_distca.defaults import GRANULARITY, MIN_GAIN, TOLERANCE
 
 _MESSAGE_LENGTH = 400
 _TABLE_ROWS = 64
@@ -93,6 +93,12 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-shard-tokens", type=int, help="query rows below which nothing is cut (a granule)")
     parser.add_argument("--max-received-rows", type=int, help="cap on query + key/value rows a server receives (none)")
     parser.add_argument("--server-weights", metavar="W,W,...", help="relative speeds of the servers, integers (equal)")
+    parser.add_argument(
+        "--min-gain",
+        type=float,
+        default=MIN_GAIN,
+        help=f"share of the phase that must be saved for training to move rows ({MIN_GAIN}, as on GPUs)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--html", metavar="FILE", help="write a report with figures, one file")
 
@@ -127,6 +133,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             max_received_rows=arguments.max_received_rows,
         )
         milliseconds = (time.perf_counter() - start) * 1e3
+        training = _in_training(arguments, layout, cost)
         moved = traffic(layout, tasks)
         flows = moved.dispatch_bytes(heads, phase), moved.return_bytes(heads, phase)
     except (ValueError, OverflowError) as error:
@@ -145,6 +152,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         "bytes_return": flows[1],
         "digest": digest(layout, tasks, phase=phase, window=arguments.window).hex,
         "milliseconds": milliseconds,
+        "training": training,
     }
     if arguments.html:
         from deepspeed_distca.report.figures import Plan
@@ -158,6 +166,43 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         _print_plan(report)
     return 0
+
+
+def _in_training(arguments: argparse.Namespace, layout: Any, cost: Any) -> dict[str, Any] | None:
+    """What training would do with the layout, in one node: whether rows move, and the seconds of a layer's phase
+    before and after. Its linear work is estimated from the heads. None where cost is no time."""
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from deepspeed_distca.plan_options import linear_flops
+    from deepspeed_distca.scheduler.routes import RouteCompiler
+    from deepspeed_distca.scheduler.worth import PlanOptions, Worth
+
+    if not 0 <= arguments.min_gain < float("inf"):
+        raise UsageError(f"--min-gain was given {arguments.min_gain:g}; allowed: a number of at least 0")
+    if arguments.cost == "area" or not len(layout.segments):
+        return None
+    heads = cost.heads
+    sizes = SimpleNamespace(
+        hidden_size=heads.query * heads.head_dim,
+        num_attention_heads=heads.query,
+        num_key_value_heads=heads.key_value,
+        head_dim=heads.head_dim,
+    )
+    weights = _weights(arguments.server_weights)
+    options = PlanOptions(
+        arguments.tolerance,
+        arguments.granularity,
+        arguments.max_received_rows,
+        None if weights is None else tuple(weights),
+        arguments.min_gain,
+        linear_flops(sizes),
+    )
+    worth = Worth(layout, arguments.window, arguments.phase, cost, options, early=True)
+    tasks, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
+    stays = np.array_equal(tasks.rows, worth.home.rows)
+    return {"moves": not stays, "before": worth.whole, "after": worth.takes(compiler)}
 
 
 def _read_layout(source: str) -> tuple[Any, Any]:
@@ -272,6 +317,14 @@ def _print_plan(report: dict[str, Any]) -> None:
         f"worst {max(*sent, *received, 0):.2f} MiB a rank",
         highlight=False,
     )
+    training = report["training"]
+    if training is not None:
+        does = (
+            f"moves rows: {training['before'] * 1e3:.2f} -> {training['after'] * 1e3:.2f} ms"
+            if training["moves"]
+            else f"leaves rows at home, since moving them saves too little of {training['before'] * 1e3:.2f} ms"
+        )
+        console.print(f"training {does} a layer, its linear work with it", highlight=False)
 
 
 # -- advise -----------------------------------------------------------------------------------------------------------

@@ -8,15 +8,21 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from deepspeed_distca.attention_server.phase_planner import PhasePlanner
 from deepspeed_distca.cli import main
+from deepspeed_distca.defaults import GRANULARITY, MIN_GAIN, TOLERANCE
 from deepspeed_distca.layout import Layout
+from deepspeed_distca.plan_options import linear_flops
 from deepspeed_distca.scheduler import CostModel, Heads, balance
 from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.profiles import SHIPPED, Profile
+from deepspeed_distca.scheduler.tasks import home_tasks
+from deepspeed_distca.scheduler.worth import PlanOptions
 from tests.scheduler.checks import check_tasks, documents_of, rows_sent
 
 HEADS = {"query": 8, "key_value": 2, "head_dim": 64}
@@ -62,6 +68,7 @@ def test_json_says_what_the_plan_is(plan, cost, window):
         "bytes_return",
         "digest",
         "milliseconds",
+        "training",
     ]
     columns = ("document", "q_start", "q_end", "k_start", "server")
     assert all(set(task) == {*columns, "home"} for task in report["tasks"])
@@ -113,6 +120,33 @@ def test_options_reach_the_planner(plan):
     _, out, _ = plan(given(), "--json", "--phase", "backward")
     backward = balance(LAYOUT, CostModel.fitted(Heads(**HEADS)), phase="backward")
     assert json.loads(out)["load_after"] == (backward.loads / 1e15).tolist()
+
+
+def test_what_training_would_do(plan):
+    long, short = 65536, 4096
+    ranks = [[{"document": 0, "start": 0, "length": long}]]
+    ranks.append([{"document": i, "start": 0, "length": short} for i in range(1, 17)])
+    made, cost = Layout.from_ranks(ranks), CostModel.fitted(Heads(32, 8, 128))
+    layout = {"ranks": ranks, "heads": {"query": 32, "key_value": 8, "head_dim": 128}}
+
+    def training(*arguments: str) -> dict:
+        return json.loads(plan(layout, "--json", *arguments)[1])["training"]
+
+    # A layer of 8B width, whose feed-forward part is 4 and not 3.5 times as wide as its hidden state.
+    flops = linear_flops(SimpleNamespace(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8))
+    decisions = set()
+    for phase in ("forward", "backward"):
+        for gain in (0.0, MIN_GAIN, 0.2, 0.3, 0.5):
+            options = PlanOptions(TOLERANCE, GRANULARITY, min_gain=gain, linear_flops=flops)
+            planned = PhasePlanner(0, cost, options, early=True).plan(made, None, phase, 10**9)
+            moves = not np.array_equal(planned.tasks.rows, home_tasks(made, None))
+            found = training("--phase", phase, *([] if gain == MIN_GAIN else ["--min-gain", str(gain)]))
+            assert (found["moves"], found["before"] > found["after"]) == (moves, moves), (phase, gain)
+            decisions.add((moves, gain))
+    assert {(True, MIN_GAIN), (False, 0.5)} <= decisions
+    assert training("--cost", "area") is None
+    assert "training moves rows: " in plan(layout)[1]
+    assert "training leaves rows at home" in plan(layout, "--min-gain", "0.5")[1]
 
 
 def test_the_same_digest_every_time(plan):
@@ -248,6 +282,8 @@ def test_one_line_for_a_wrong_layout(plan, layout, message):
         (["--server-weights", "1,2,x,4"], "server-weights"),
         (["--phase", "sideways"], "phase"),
         (["--cost", "free"], "cost"),
+        (["--min-gain", "-1"], "min-gain"),
+        (["--min-gain", "nan"], "min-gain"),
         (["--surprise"], "--surprise"),
     ],
 )

@@ -65,6 +65,7 @@ class Model:
     wide: int
     vocabulary: int
     layer_flops: int
+    output_flops: int
     layer_parameters: int
     outer_parameters: int
 
@@ -94,7 +95,8 @@ class Model:
         layer = projections + 3 * hidden * wide * experts // (active or 1)
         embeddings = vocabulary * hidden * (1 if given.get("tie_word_embeddings") else 2)
         name = f"{given.get('model_type', 'model')}, {layers} layers of {hidden}"
-        return cls(name, _windows(given), heads, hidden, wide, vocabulary, flops, layer, embeddings)
+        output = 2 * hidden * vocabulary
+        return cls(name, _windows(given), heads, hidden, wide, vocabulary, flops, output, layer, embeddings)
 
     @property
     def layers(self) -> int:
@@ -105,10 +107,6 @@ class Model:
     def parameters(self) -> int:
         """Of the whole model."""
         return self.layers * self.layer_parameters + self.outer_parameters
-
-    @property
-    def output_flops(self) -> int:
-        return 2 * self.hidden * self.vocabulary
 
     def element_bytes(self, phase: Phase, liger: bool) -> int:
         """Bytes that a layer's element-wise work moves for a token in a phase."""

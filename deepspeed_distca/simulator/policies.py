@@ -68,14 +68,19 @@ def outcomes(training: Training, batches: Sequence[Layout], context: int, *, hid
     documents = [lengths_of(batch) for batch in batches]
 
     def made(kind: Kind, degree: int) -> Made | None:
-        grouped = (kind(training, lengths, first, ranks, tokens, degree) for lengths, first in documents)
-        found: Made = []
-        for groups in grouped:
-            if groups is None:
-                return None
-            ulysses = kind is by_heads
-            found.append((shared(training, groups, degree, ulysses=ulysses, hidden=hidden), _most(groups, degree)))
-        return found
+        if kind is by_work and training.stages > 1:  # over all micro-batches of a step, those of like work together
+            lengths = np.concatenate([lengths for lengths, _ in documents])
+            every = by_work(training, lengths, lengths, ranks * len(batches), tokens, degree)
+            grouped = [every and every[i * ranks // degree : (i + 1) * ranks // degree] for i in range(len(batches))]
+        else:
+            grouped = [kind(training, lengths, first, ranks, tokens, degree) for lengths, first in documents]
+        if any(groups is None for groups in grouped):
+            return None
+        return [
+            (shared(training, groups, degree, ulysses=kind is by_heads, hidden=hidden), _most(groups, degree))
+            for groups in grouped
+            if groups is not None
+        ]
 
     def best(name: str, kind: Kind, degrees: list[int]) -> Iterator[Outcome]:
         tried = [(degree, made(kind, degree)) for degree in degrees]
@@ -129,8 +134,8 @@ def by_heads(
 def by_work(
     training: Training, lengths: np.ndarray, first: np.ndarray, ranks: int, tokens: int, degree: int
 ) -> Groups | None:
-    """Documents whole, the one with the most work next, to the group with the least that has room; None where one
-    finds none."""
+    """Documents whole, the one with the most work next, to the group with the least that has room, those of the most
+    work first; None where a document finds none."""
     groups, cap = ranks // degree, ROOM * tokens * degree
     linear = sum(training.linear(phase) for phase in PHASES) * lengths / degree
     attention = sum(attended(training, lengths, phase, window, degree) for phase, window in _layers(training))
@@ -148,7 +153,7 @@ def by_work(
         found[group].append(length)
         load[group] += work[document]
         held[group] += length
-    return [np.array(one, dtype=np.int64) for one in found]
+    return [np.array(found[group], dtype=np.int64) for group in np.argsort(-load, kind="stable")]
 
 
 def _layers(training: Training) -> Iterator[tuple[Phase, int | None]]:

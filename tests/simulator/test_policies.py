@@ -114,7 +114,7 @@ def test_parts_are_a_step_and_nothing_beats_the_ideal(more: dict) -> None:
         assert set(one.parts) == set(PARTS) and min(one.parts.values()) > -1e-9
         assert sum(one.parts.values()) == pytest.approx(one.seconds)
         assert one.seconds >= found[IDEAL].seconds * (1 - 1e-9)
-    assert found[OURS].seconds < found[PLAIN].seconds
+    assert max(found[OURS].seconds, found["dealt by work"].seconds) < found[PLAIN].seconds
     if setting.stages == 1:
         end = setting.end(RANKS)
         own = [seconds(setting, plain(setting, one), TOKENS) + end for one in drawn]
@@ -139,7 +139,7 @@ def test_ticks_are_the_schedules() -> None:
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (2, 5), (4, 8)])
 def test_equal_micro_batches_take_what_1f1b_takes(stages: int, count: int) -> None:
     fast = replace(CostModel.fitted(MODEL.heads), bytes_per_second=2**60, latency=0)
-    setting = replace(training(1, stages=stages), cost=fast, model=replace(MODEL, vocabulary=0))
+    setting = replace(training(1, stages=stages), cost=fast, model=replace(MODEL, vocabulary=0, output_flops=0))
     loads = {(None, phase): Load(np.full(2, 1.0 + (phase == "backward")), np.zeros(2)) for phase in PHASES}
     layers = MODEL.layers / stages
     assert one_forward_one_backward(setting, [(loads, 10)] * count) == pytest.approx(3 * layers * (count + stages - 1))

@@ -279,7 +279,7 @@ class Runtime:
 
     def kept(self, kept: KeptAttention) -> None:
         """See ``huggingface.adapter.Planner``."""
-        self._kept_layers.note(len(kept))
+        self._kept_layers.note(kept)
         self.server.note_kept(len(kept))
         if kept.wanted and self._kept_layers.measured and 2 * len(kept) < self._kept_said:
             self._kept_said = len(kept)  # and again when it is less than half of that

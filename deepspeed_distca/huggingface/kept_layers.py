@@ -8,7 +8,8 @@ with every micro-batch, and all go by the smallest: a layer that is not kept is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sized
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,8 @@ class KeptLayers:
         self._alone = 0  # bytes that training takes at most without what is kept
         self._most = 2**62  # bytes that may be kept, whatever is free
         self._seen = Memory(0, 0, 0)
+        #: What is kept of micro-batches, as long as it is there, and their tokens.
+        self._waiting: weakref.WeakKeyDictionary[Sized, int] = weakref.WeakKeyDictionary()
 
     def affordable(self, tokens: int) -> int:
         """How many layers' attention may be kept of a micro-batch; to be asked once before each.
@@ -92,15 +95,18 @@ class KeptLayers:
         self._tokens, self._kept = max(1, tokens), 0
         alone = self._alone * max(1.0, self._tokens / self._largest)
         self._largest = max(self._largest, self._tokens)
-        self.measured = step >= self._first + _STEPS
+        self.measured = self.measured or step >= self._first + _STEPS
         if not self.measured:
             return 0
         room = min(self._most, memory.limit * (1 - _MARGIN) - alone)
+        # Of micro-batches whose backward is still to come.
+        room -= self._token_bytes * sum(len(kept) * n for kept, n in self._waiting.items())
         return max(0, min(self._layers, int(room // (self._tokens * self._token_bytes))))
 
-    def note(self, layers: int) -> None:
-        """Of so many layers it was kept, in the micro-batch that was asked about last."""
-        self._kept = layers * self._tokens * self._token_bytes
+    def note(self, kept: Sized) -> None:
+        """What is kept of the micro-batch that was asked about last, one item a layer; they may become fewer."""
+        self._kept = len(kept) * self._tokens * self._token_bytes
+        self._waiting[kept] = self._tokens
 
     def _look(self, memory: Memory) -> None:
         """At how the last micro-batch went."""

@@ -4,6 +4,8 @@ same whatever is kept."""
 
 from __future__ import annotations
 
+from collections import UserList
+
 import pytest
 import torch
 
@@ -15,6 +17,16 @@ from tests.huggingface import kept_layers_worker
 #: Bytes that a layer keeps of a token.
 ROW = 10
 LAYERS = 4
+
+
+class Kept(UserList):
+    """Of so many layers."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(range(layers))
 
 
 class Device:
@@ -29,7 +41,7 @@ class Device:
     def run(self, tokens: int, peak: int, kept: int | None = None, retries: int = 0) -> int:
         """A step of one micro-batch, of which what was given is kept, or as much as may be; gives what may be."""
         layers = self.layers.affordable(tokens)
-        self.layers.note(layers if kept is None else kept)
+        self.layers.note(Kept(layers if kept is None else kept))
         self.memory = Memory(1000, max(peak, self.memory.peak), retries)
         self.step += 1
         return layers
@@ -87,6 +99,26 @@ def test_nothing_is_kept_where_the_allocator_had_to_without(device) -> None:
     device.run(10, 500)
     device.run(10, 500, retries=1)
     assert [device.run(10, 500, retries=1) for _ in range(2)] == [0, 0]
+
+
+def test_what_waits_for_its_backward_takes_room(device) -> None:
+    for _ in range(2):
+        device.run(10, 500)
+    waiting = Kept(3)
+    assert device.layers.affordable(10) == 4
+    device.layers.note(waiting)
+    assert device.layers.affordable(10) == 2  # 500 less 300
+    waiting.pop()
+    assert device.layers.affordable(10) == 3
+    del waiting  # a graph that was dropped
+    assert device.layers.affordable(10) == 4
+
+
+def test_an_older_checkpoint_does_not_start_it_anew(device) -> None:
+    device.step = 10
+    assert [device.run(10, 500) for _ in range(3)] == [0, 0, 4]
+    device.step = 1
+    assert device.run(10, 500) == 4
 
 
 def test_a_margin_is_left(monkeypatch) -> None:

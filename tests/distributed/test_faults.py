@@ -70,7 +70,7 @@ CASES = [
         "block",
         "hello",
         ("another option", "the hello"),
-        r"`distca.keep_attention` is true on ranks \[0\] and false on ranks \[1\]",
+        r"`distca.keep_attention` is left out on ranks \[0\] and false on ranks \[1\]",
         own_block={"keep_attention": False},
     ),
     Case(

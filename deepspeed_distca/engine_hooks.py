@@ -132,6 +132,12 @@ def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -
 def _prepare(engine: DeepSpeedEngine, options: DistCAConfig) -> PreparedDecoder | PreparedPipeline:
     """What this rank can find out alone."""
     check(*_needs(engine, options))
+    if engine.is_deepcompile_enabled():
+        raise DistCAConfigError(
+            f"the `{BLOCK}` block cannot be combined with DeepCompile (given: `compile.deepcompile` true): its graphs "
+            "end at the plugin's attention, and weights before it were found not to be trained; set "
+            "`compile.deepcompile` to false: engine.compile() without it is exact"
+        )
     if not isinstance(engine, PipelineEngine):
         return Runtime.prepare(engine, options)
     if options.overlap == "ping_pong":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs on both GPUs of test_compatibility_gpu.py: what DeepSpeed can do on GPUs alone, with the block and without it.
 
-A setting changes the numbers of plain training too (its quantization, its compiler's order of sums), and so does the
-kernel of the plugin. So there are four trainings, with and without the setting, with and without the block, and three
-distances: what the kernel does ("rounding"), what the setting does ("noise"), and what the block does under the
-setting ("error"). The optimizer is SGD: its updates are as far apart as the gradients, which Adam's are not.
+A setting changes the numbers of plain training too, by its quantization, and so does the kernel of the plugin. So
+there are four trainings, with and without the setting, with and without the block, and three distances: what the
+kernel does ("rounding"), what the setting does ("noise"), and what the block does under the setting ("error"). The
+optimizer is SGD: its updates are as far apart as the gradients, which Adam's are not.
 
 On its own: torchrun --nproc_per_node 2 -m tests.gpu.compatibility_worker qwZ
 """
@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -55,7 +55,7 @@ class Run:
 
     Attributes:
         losses: of every step, the mean over ranks.
-        gradients: of every step and parameter, averaged over ranks; none under DeepCompile, which keeps its own.
+        gradients: of every step and parameter, averaged over ranks.
         updates: what the training added to the parameters, in fp32.
         moved: whether rows moved in every step.
     """
@@ -68,26 +68,20 @@ class Run:
 
 @dataclass
 class Setting:
-    """What is added to a ds_config, and how to see that it is used.
+    """What is added to a ds_config of ZeRO-3, and how to see that it is used.
 
     Attributes:
-        stage: of ZeRO, without the setting too.
-        zero, more: its keys, of "zero_optimization" and beside.
-        common: keys that plain training has too.
+        zero: its keys, of "zero_optimization".
         used: counts its work in the list that it gives.
-        compiled: by engine.compile().
+        common: keys that plain training has too.
     """
 
-    stage: int
-    zero: dict[str, Any] = field(default_factory=dict)
-    more: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any]
+    used: Callable[[], AbstractContextManager[list[int]]]
     common: dict[str, Any] = field(default_factory=dict)
-    used: Callable[[], Any] | None = None
-    compiled: bool = False
-    steps: int = 3
 
 
-def counting(owner: Any, name: str) -> Callable[[], Any]:
+def counting(owner: Any, name: str) -> Callable[[], AbstractContextManager[list[int]]]:
     @contextmanager
     def count() -> Iterator[list[int]]:
         calls, own = [], getattr(owner, name)
@@ -115,11 +109,8 @@ def nodes_of_one() -> Iterator[list[int]]:
 # DeepSpeed's kernels read halves: gradients in bf16 would be taken for other numbers (0.19.8).
 HALF = {"communication_data_type": "fp16"} if torch.cuda.is_available() else {}
 SETTINGS = {
-    "qwZ": Setting(3, {"zero_quantized_weights": True}, used=counting(partition_parameters.CUDAQuantizer, "quantize")),
-    "qgZ": Setting(3, {"zero_quantized_gradients": True}, common=HALF, used=nodes_of_one),
-    # Seven steps: it compiles anew at the sixth.
-    "DeepCompile, ZeRO-1": Setting(1, more={"compile": {"deepcompile": True}}, compiled=True, steps=7),
-    "DeepCompile, ZeRO-3": Setting(3, more={"compile": {"deepcompile": True}}, compiled=True, steps=7),
+    "qwZ": Setting({"zero_quantized_weights": True}, counting(partition_parameters.CUDAQuantizer, "quantize")),
+    "qgZ": Setting({"zero_quantized_gradients": True}, nodes_of_one, HALF),
 }
 
 
@@ -166,48 +157,40 @@ def train(block: bool, setting: Setting, with_it: bool, tokens: int) -> tuple[Ru
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": cuda},
-        "zero_optimization": {"stage": setting.stage, **(setting.zero if with_it else {})},
+        "zero_optimization": {"stage": 3, **(setting.zero if with_it else {})},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
         **setting.common,
-        **(setting.more if with_it else {}),
         **({"distca": BLOCK} if block else {}),
     }
-    if not with_it or setting.used is None:
-        run, engine_used = _train(config, setting, with_it and setting.compiled, tokens)
-        return run, engine_used
-    with setting.used() as calls:
-        run, _ = _train(config, setting, False, tokens)
+    with setting.used() if with_it else nullcontext([]) as calls:
+        run = _train(config, tokens)
     return run, len(calls)
 
 
-def _train(config: dict[str, Any], setting: Setting, compiled: bool, tokens: int) -> tuple[Run, int]:
-    torch._dynamo.reset()
+def _train(config: dict[str, Any], tokens: int) -> Run:
     engine = start(model, config)
     distca = getattr(engine, "distca", None)
     try:
-        if compiled:
-            engine.compile()
         parameters = dict(engine.module.named_parameters())
         before = {n: full(p) for n, p in parameters.items()}
         run = Run()
-        for lengths in batches(tokens, setting.steps):
+        for lengths in batches(tokens):
             batch: dict[str, Any] = {k: v.to(engine.device) for k, v in batch_of(lengths).items()}
             if distca is None:
                 targets = torch.tensor(targets_of(lengths) / dist.get_world_size(), device=engine.device)
                 batch["num_items_in_batch"] = targets
             loss = engine(**batch).loss
             engine.backward(loss)
-            if not setting.compiled:
-                run.gradients.append({n: safe_get_full_grad(p).float().cpu() for n, p in parameters.items()})
+            run.gradients.append({n: safe_get_full_grad(p).float().cpu() for n, p in parameters.items()})
             engine.step()
             total = loss.detach().float().clone()
             dist.all_reduce(total)
             run.losses.append(float(total) / dist.get_world_size())
             run.moved = run.moved and distca is not None and distca.stats.bytes_moved > 0
         run.updates = {n: full(p) - before[n] for n, p in parameters.items()}
-        return run, int(engine.is_deepcompile_active())
+        return run
     finally:
         end(engine)
 
@@ -222,11 +205,11 @@ def full(parameter: torch.nn.Parameter) -> torch.Tensor:
     return safe_get_full_fp32_param(parameter).detach().float().cpu().clone()
 
 
-def batches(tokens: int, steps: int) -> list[list[list[int]]]:
-    """Document lengths of both ranks, as many tokens on each: a long document here, short ones there, in turns."""
+def batches(tokens: int) -> list[list[list[int]]]:
+    """Document lengths of both ranks in every step, as many tokens on each: a long document here, short ones there."""
     long, short = [tokens], [tokens // 8] * 8
     mixed = [tokens // 2, *[tokens // 8] * 4]
-    return ([[long, short], [short, long], [mixed, long]] * steps)[:steps]
+    return [[long, short], [short, long], [mixed, long]]
 
 
 def apart(run: Run, other: Run) -> dict[str, Any]:
@@ -236,8 +219,8 @@ def apart(run: Run, other: Run) -> dict[str, Any]:
     steps = [worst(*pair) for pair in zip(run.gradients, other.gradients, strict=True)]
     return {
         "loss": loss,
-        "first gradient": steps[0] if steps else (0.0, ""),
-        "gradient": max(steps, default=(0.0, "")),
+        "first gradient": steps[0],
+        "gradient": max(steps),
         "update": worst(run.updates, other.updates),
     }
 

@@ -3,10 +3,12 @@
 
 Nothing here is exact to 1e-5, not even without the plugin: see compatibility_worker.py for what is compared. The block
 must be no further from plain training under the setting than twice what the kernels' rounding does without it, plus
-a share of what the setting does to plain training. Where the setting quantizes, that share is a half: equal inputs are
-quantized equally, so most of the setting's noise is common to both; if each had its own, they would be 1.4 times that
-far apart. Under a compiler the share is two: its graphs end at the plugin's attention and not at plain's, so each has
-its own noise. Where plain training fails under the setting, the test says so as an expected failure.
+half of what the setting does to plain training. Equal inputs are quantized equally, so most of the setting's noise is
+common to both; if each had its own, they would be 1.4 times that far apart. Where plain training fails under the
+setting, the test says so as an expected failure.
+
+DeepSpeed builds its operators for these at their first use: by nvcc and ninja, which must be on the path, for the
+architectures of TORCH_CUDA_ARCH_LIST, where that is set. It reads "9.0", not "9.0a" (0.19.8).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ LOSS = 2e-3
 ROUNDING = 0.05
 
 
-def check(name: str, share: float) -> None:
+def check(name: str) -> None:
     ranks = run_ranks("tests.gpu.compatibility_worker:check", 2, accelerator="cuda", threads=4, quiet=120, name=name)
     for rank, outcome in enumerate(ranks):
         print(name, rank, outcome)
@@ -47,20 +49,14 @@ def check(name: str, share: float) -> None:
         for what in ("first gradient", "gradient", "update"):
             assert rounding[what][0] <= ROUNDING, (what, outcome)
             assert noise[what][0] < 0.5, f"{what}: the setting leaves nothing to compare: {outcome}"
-            assert error[what][0] <= 2 * rounding[what][0] + share * noise[what][0], (what, outcome)
+            assert error[what][0] <= 2 * rounding[what][0] + noise[what][0] / 2, (what, outcome)
 
 
 @pytest.mark.timeout(300)
 def test_quantized_weights() -> None:
-    check("qwZ", 0.5)
+    check("qwZ")
 
 
 @pytest.mark.timeout(300)
 def test_quantized_gradients() -> None:
-    check("qgZ", 0.5)
-
-
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_deepcompile(stage: int) -> None:
-    check(f"DeepCompile, ZeRO-{stage}", 2.0)
+    check("qgZ")

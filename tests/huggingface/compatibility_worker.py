@@ -16,6 +16,7 @@ from deepspeed.checkpoint import ds_to_universal
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from tests.distributed import pipeline_worker
 from tests.distributed.doors_worker import alone, documents
 from tests.huggingface.compared import (
     STEPS,
@@ -33,6 +34,7 @@ from tests.huggingface.compared import (
 from tests.tiny_llama import llama
 
 CPU = {"device": "cpu"}
+DEEPCOMPILE = {"deepcompile": True}
 
 
 def run(folder: str, only: list[str] | None = None) -> dict[str, Any]:
@@ -131,6 +133,16 @@ def muon(folder: Path) -> dict[str, Any]:
     return compared(build, 2, optimizer=optimizer)
 
 
+def refused(make: Callable[[], Any]) -> Callable[[Path], dict[str, Any]]:
+    """An engine that is not to be: ``outcomes`` has what is said instead."""
+
+    def scenario(folder: Path) -> dict[str, Any]:
+        make()
+        return {"error": "not refused"}
+
+    return scenario
+
+
 def zero(**options: Any) -> Callable[[Path], dict[str, Any]]:
     return lambda folder: exact(options)
 
@@ -147,4 +159,8 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "optimizer and parameter offload, ZeRO-3": zero(stage=3, offload_optimizer=CPU, offload_param=CPU),
     "hpZ": zero(stage=3, zero_hpz_partition_size=2),
     "Muon": muon,
+    "refused: DeepCompile": refused(lambda: start(llama, config_of(True, 1, compile=DEEPCOMPILE))),
+    "refused: DeepCompile, stages": refused(
+        lambda: pipeline_worker.make_engine(2, 1, pipeline_worker.defaults({}), compile=DEEPCOMPILE)
+    ),
 }

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What DeepSpeed can do beside plain training goes with the plugin: loss, gradients and parameters of three steps over
-two ranks are those of plain training, with rows moving. docs/compatibility.md names these tests."""
+two ranks are those of plain training, with rows moving. What does not go is refused by name. docs/compatibility.md
+names these tests."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tests.huggingface import compatibility_worker
 BOUND = 1e-5
 #: Muon makes all singular values of an update one, those of rounding included.
 MUON = 1e-4
+OTHERS = ("checkpoint", "universal", "Muon", "refused")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def check(ranks: list[dict], name: str, bound: float = BOUND) -> None:
         assert outcome["moved"] or name == "plain", f"rank {rank}: no rows moved"
 
 
-@pytest.mark.parametrize("name", [n for n in compatibility_worker.SCENARIOS if "checkpoint" not in n and n != "Muon"])
+@pytest.mark.parametrize("name", [n for n in compatibility_worker.SCENARIOS if not n.startswith(OTHERS)])
 def test_exact(ranks, name):
     check(ranks, name)
 
@@ -46,3 +48,10 @@ def test_a_universal_checkpoint_goes_on_as_if_nothing_had_been(ranks, name):
 
 def test_muon(ranks):
     check(ranks, "Muon", MUON)
+
+
+@pytest.mark.parametrize("name", [n for n in compatibility_worker.SCENARIOS if n.startswith("refused")])
+def test_deepcompile_is_refused(ranks, name):
+    for outcomes in ranks:
+        error = outcomes[name]["error"]
+        assert error.startswith("DistCAConfigError: ") and "`compile.deepcompile` to false" in error, error

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -75,6 +76,13 @@ def test_the_trace_is_a_step_by_rank(simulate, tmp_path: Path) -> None:
             mine = sorted((event for event in own if event["tid"] == rank), key=lambda event: event["ts"])
             assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(mine))
             assert sum(event["name"] == "linear layers, forward" for event in mine) == 32
+
+
+@pytest.mark.parametrize("more", [("--stages", "2", "--micro-batches", "2"), ("--context", str(4 * TOKENS))])
+def test_reports_of_pipelines_and_long_contexts(simulate, tmp_path: Path, more: tuple[str, ...]) -> None:
+    report = tmp_path / "report.html"
+    assert simulate(LENGTHS, *more, "--html", str(report))[0] == 0
+    assert re.findall(r'<figure id="(\w+)"', report.read_text()) == ["parts", "scale", "loads", "map", "timeline"]
 
 
 @pytest.mark.parametrize(

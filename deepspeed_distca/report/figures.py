@@ -81,7 +81,7 @@ def loads(before: np.ndarray, after: np.ndarray) -> Figure:
         figure.line(0, floor, 1, floor)
         figure.text(0, floor + 17, f"{words}: largest over mean {largest / mean if mean else 1.0:.2f}", ink=True)
         figure.text(0, floor, "0", "end", shift=-8)
-        if mean < 0.8 * largest and floor - at > 14:
+        if floor - at > 14 and at - (floor - 120 * largest / top) > 14:
             figure.text(0, at + 4, "mean", "end", shift=-8)
         figure.text(0, floor - 120 * largest / top + 5, _ms(largest), "end", shift=-8)
     return figure
@@ -192,13 +192,15 @@ def lines(xs: Sequence[int], series: Sequence[tuple[str, str, Sequence[float]]],
     height = 240
     figure = Figure(height + 40, "Speed-up over the number of ranks", left=44, right=24)
     values = [value for _, _, found in series for value in found]
-    low, high = math.floor(min(values) * 5) / 5, math.ceil(max(values) * 5) / 5
-    high = max(high, low + 0.2)
+    step = next(
+        step for step in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if (max(values) - min(values)) / step <= 6 or step == 5.0
+    )
+    low, high = math.floor(min(values) / step + 1e-9) * step, math.ceil(max(values) / step - 1e-9) * step
+    high = max(high, low + step)
 
     def y(value: float) -> float:
         return 6 + height * (high - value) / (high - low)
 
-    step = 0.2 if high - low <= 1.6 else 0.5
     for tick in range(round((high - low) / step) + 1):
         at = low + tick * step
         figure.line(0, y(at), 1, y(at))

@@ -17,7 +17,7 @@ from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.worth import Worth
 from deepspeed_distca.simulator.documents import in_words
 from deepspeed_distca.simulator.policies import IDEAL, OURS, PARTS, PLAIN
-from deepspeed_distca.simulator.step import Loads, Training, plain, plugin
+from deepspeed_distca.simulator.step import Load, Loads, Training, plain, plugin
 
 if TYPE_CHECKING:
     from deepspeed_distca.advise import Advice
@@ -32,7 +32,6 @@ _LAYER = "One layer forward and backward; ranks wait where nothing is drawn."
 _PART_COLOURS = dict(
     zip(PARTS, ("plain", "plugin", "other", "moving", "fifth", "sixth", "#7f7f7f", "#c4a7e7"), strict=True)
 )
-_POLICY_COLOURS = ("plain", "other", "fifth", "sixth", "plugin", "moving")
 
 
 def plan_page(plan: Plan, phase: str, table: Sequence[Sequence[str]], sent_mib: float) -> Page:
@@ -109,10 +108,7 @@ def simulate_page(simulated: Simulated, scale: Mapping[int, Mapping[str, float]]
     page.figure("parts", "A step by policy", "What its seconds go for.", stacked(shown, _PART_COLOURS), key)
     if len(scale) > 1:
         names = [one.name for one in simulated.outcomes if one.name != PLAIN]
-        colours = dict(zip((one.name for one in simulated.outcomes), _POLICY_COLOURS, strict=False)) | {
-            OURS: "plugin",
-            IDEAL: "moving",
-        }
+        colours = dict(zip(names, ("other", "fifth", "sixth"), strict=False)) | {OURS: "plugin", IDEAL: "moving"}
         series = [
             (n, colours[n], [at[n] for at in scale.values()]) for n in names if all(n in at for at in scale.values())
         ]
@@ -144,15 +140,14 @@ def _layer(page: Page, training: Training, layout: Layout, before: Loads, after:
     page.figure("loads", "Loads", words, loads(*plan.loads()), _BEFORE_AFTER)
     page.figure("map", "The plan", _of(layout.num_ranks, _MAP), plan_map(plan))
     panels = [
-        (words, [_doing(loads[window, phase]) for phase in PHASES if (window, phase) in loads])
-        for words, loads in (("without the plugin", before), ("with it", after))
+        (words, [_doing(found[window, phase]) for phase in PHASES if (window, phase) in found])
+        for words, found in (("without the plugin", before), ("with it", after))
     ]
     page.figure("timeline", "A layer in time", _of(layout.num_ranks, _LAYER), timeline(panels, DOING), DOING)
 
 
-def _doing(load: object) -> tuple[np.ndarray, ...]:
-    linear, attention, exposed = (getattr(load, name) for name in ("linear", "attention", "exposed"))
-    return linear, attention, np.broadcast_to(exposed, linear.shape)
+def _doing(load: Load) -> tuple[np.ndarray, ...]:
+    return load.linear, load.attention, np.broadcast_to(load.exposed, load.linear.shape)
 
 
 def _of(ranks: int, words: str) -> str:

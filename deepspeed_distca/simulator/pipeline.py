@@ -68,23 +68,36 @@ def one_forward_one_backward(training: Training, made: Sequence[tuple[Loads, int
 
 
 def same_phase(training: Training, batches: Sequence[Layout]) -> tuple[float, dict[str, float], float, Loads]:
-    """The plugin's step: its seconds, what of them attention and rows are, the bytes that the mean rank sends for a
-    micro-batch, and the loads of a tick in the middle."""
-    tokens, stages = int(batches[0].tokens.max()), training.stages
-    total, sent, parts, middle = 0.0, 0.0, {"attention": 0.0, "exchange": 0.0}, Loads()
-    hop, windows = _hop(training, tokens), training.model.windows
+    """The plugin's step: its seconds, what of them attention and the exchange are, the bytes that the mean rank sends
+    for a micro-batch, and the loads of a tick in the middle. In a tick in which rows move all ranks wait for each
+    other, in others only for what the stage beside theirs sends."""
+    tokens, stages, replicas = int(batches[0].tokens.max()), training.stages, batches[0].num_ranks
+    windows, hop, output = training.model.windows, _hop(training, tokens), training.output() * tokens
+    clock = np.zeros((stages, replicas))
+    done: dict[tuple[Phase, int, int], np.ndarray] = {}
+    sent, parts, middle = 0.0, {"attention": 0.0, "exchange": 0.0}, Loads()
     for phase, has in ticks(len(batches), stages):
         loads = plugin(training, _side_by_side([None if i is None else batches[i] for i in has]), (phase,))
+        takes = np.zeros((stages, replicas))
         for (window, _), load in loads.items():
             layers = windows[window] / stages
-            total += layers * load.seconds
+            takes += layers * (load.seconds if load.meets else load.ranks.reshape(stages, replicas))
             parts["attention"] += layers * float(load.attention.mean())
             parts["exchange"] += layers * float(load.exposed.max())
             sent += layers * float(load.sent.mean()) / len(batches)
-        total += hop + (training.output() * tokens * _OUTPUT[phase] if has[-1] is not None else 0.0)
-        if all(i is not None for i in has) or not middle:
+        works = [stage for stage, batch in enumerate(has) if batch is not None]
+        for stage in works:
+            before = (phase, stage - 1 if phase == "forward" else stage + 1, has[stage])
+            clock[stage] = np.maximum(clock[stage], done[before] + hop) if before in done else clock[stage]
+        if any(load.meets for load in loads.values()):
+            clock[:] = clock.max()
+            works = list(range(stages))
+        clock[works] += takes[works]
+        clock[-1] += output * _OUTPUT[phase] if has[-1] is not None else 0.0
+        done |= {(phase, stage, batch): clock[stage].copy() for stage, batch in enumerate(has) if batch is not None}
+        if all(batch is not None for batch in has) or not middle:
             middle = {**middle, **loads}
-    return total, parts, sent, middle
+    return float(clock.max()), parts, sent, middle
 
 
 def _order(count: int, stages: int, stage: int) -> list[tuple[Phase, int]]:

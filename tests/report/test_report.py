@@ -40,7 +40,8 @@ const box = e => { const r = e.getBoundingClientRect(); return [r.left, r.right,
 top.document.title = JSON.stringify({
   wide: document.documentElement.scrollWidth, window: window.innerWidth,
   figures: Object.fromEntries([...document.querySelectorAll('figure')].map(f => [f.id, box(f.querySelector('svg'))])),
-  texts: [...document.querySelectorAll('svg text')].map(t => [t.textContent, ...box(t)]),
+  texts: [...document.querySelectorAll('svg text')].map(t => [t.textContent, ...box(t),
+    t.getBoundingClientRect().top - t.closest('svg').getBoundingClientRect().top]),
   rows: document.querySelectorAll('#table tbody tr').length,
 });
 </script>"""
@@ -93,8 +94,8 @@ def test_a_browser_shows_all_of_it(reports: dict[str, Path], tmp_path: Path, nam
     for left, right, height in seen["figures"].values():
         assert 0 < left < right <= width and right - left > 0.6 * width and height > 60
     assert len(seen["texts"]) > 20
-    for words, left, right, height in seen["texts"]:
-        assert not words or (left >= 0 and right <= width and height > 8), words
+    for words, left, right, height, down in seen["texts"]:
+        assert not words or (left >= 0 and right <= width and height > 8 and down > -8), words
 
 
 def test_figures_have_every_rank_and_all_attention(reports: dict[str, Path]) -> None:

@@ -157,19 +157,10 @@ def simulate(
     Raises:
         ValueError: a layout that there cannot be, or fewer tokens than a micro-batch has.
     """
-    context, stages = context or tokens, training.stages
-    if ranks % stages:
-        raise ValueError(f"--ranks {ranks} cannot be divided into --stages {stages}; give a multiple")
-    if any(layers % stages for layers in training.model.windows.values()):
-        raise ValueError(f"the model's {training.model.layers} layers cannot be divided evenly into --stages {stages}")
-    if stages > 1 and training.zero > 1:
-        raise ValueError(f"--zero {training.zero} with --stages {stages}: DeepSpeed's pipelines have ZeRO 0 or 1")
-    replicas = ranks // stages
-    if (context % tokens and tokens % context) or replicas % max(1, context // tokens):
-        raise ValueError(
-            f"--context {context} must be a multiple of --tokens-per-rank {tokens}, or divide it, and fill ranks that "
-            f"divide the {replicas} of a stage"
-        )
+    context = context or tokens
+    if problem := _problem(training, ranks, tokens, context):
+        raise ValueError(problem)
+    replicas = ranks // training.stages
     training = replace(
         training, options=replace(training.options, topology=Topology.of_size(min(node_size, ranks), ranks))
     )
@@ -180,6 +171,24 @@ def simulate(
     return Simulated(training, ranks, tokens, context, len(batches), described(lengths), found, batches[0])
 
 
+def _problem(training: Training, ranks: int, tokens: int, context: int) -> str:
+    """Why there cannot be such a layout; empty where there can."""
+    stages = training.stages
+    if ranks % stages:
+        return f"--ranks {ranks} cannot be divided into --stages {stages}; give a multiple"
+    if any(layers % stages for layers in training.model.windows.values()):
+        return f"the model's {training.model.layers} layers cannot be divided evenly into --stages {stages}"
+    if stages > 1 and training.zero > 1:
+        return f"--zero {training.zero} with --stages {stages}: DeepSpeed's pipelines have ZeRO 0 or 1"
+    replicas = ranks // stages
+    if (context % tokens and tokens % context) or replicas % max(1, context // tokens):
+        return (
+            f"--context {context} must be a multiple of --tokens-per-rank {tokens}, or divide it, and fill ranks that "
+            f"divide the {replicas} of a stage"
+        )
+    return ""
+
+
 def over_scale(lengths: np.ndarray, training: Training, **layout: Any) -> dict[int, dict[str, float]]:
     """By ranks, 8 to 512 as far as the documents last, and policy: how much faster than packed data a step is.
 
@@ -187,13 +196,13 @@ def over_scale(lengths: np.ndarray, training: Training, **layout: Any) -> dict[i
         layout: of :func:`simulate`, but for the ranks.
     """
     found: dict[int, dict[str, float]] = {}
+    tokens, context = layout["tokens"], layout["context"] or layout["tokens"]
+    count = layout["count"] if training.stages > 1 else 1
     for ranks in SCALE:
-        try:
-            at = simulate(
-                lengths, training, ranks=ranks, **{**layout, "count": layout["count"] if training.stages > 1 else 1}
-            )
-        except ValueError:  # too few documents, or ranks that the context or the stages do not divide
+        room = ranks // training.stages * tokens
+        if _problem(training, ranks, tokens, context) or lengths.sum() < room:
             continue
+        at = simulate(lengths, training, ranks=ranks, **{**layout, "count": count})
         found[ranks] = {one.name: at[PLAIN].seconds / one.seconds for one in at.outcomes}
     return found
 

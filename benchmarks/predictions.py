@@ -32,7 +32,8 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import profiles
 from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
 from deepspeed_distca.simulator.pipeline import one_forward_one_backward, same_phase
-from deepspeed_distca.simulator.step import Training, plain, predict
+from deepspeed_distca.simulator.policies import lengths_of, shared
+from deepspeed_distca.simulator.step import Training, plain, predict, seconds
 
 RESULTS = Path(__file__).parent / "results"
 FIRST = "step_time_2xh200_64k.json"
@@ -88,11 +89,7 @@ def step_times() -> Iterator[Run]:
         args, world = found["args"], found["world"]
         if args.get("cold"):
             continue
-        made = {name: batches.mix(name, world, args["tokens"]) for name in args["mixes"]}
-        for spec in args["workloads"]:
-            if ":step=" not in spec:
-                of_spec = batches.workload(spec, world, args["tokens"], args["context"])
-                made |= {batch.name: batch for batch in of_spec}
+        made = _made(args, world)
         measured = [
             Measured(made[name].layout, _ms(kinds, "plain"), _ms(kinds, "distca local_first"))
             for name, kinds in found["batches"].items()
@@ -101,6 +98,35 @@ def step_times() -> Iterator[Run]:
         config = {**LLAMA_3_8B, "num_hidden_layers": args["layers"], "vocab_size": args["vocabulary"]}
         what = f"{world} GPUs, {args['tokens'] // 1024}K tokens, {args['layers']} layers, ZeRO-{args['zero']}"
         yield Run(file.name, what, config, args["zero"], args["checkpointing"], False, measured)
+
+
+def _made(args: dict[str, Any], world: int) -> dict[str, batches.Batch]:
+    """Batches of step_time.py by name, but for those placed anew."""
+    made = {name: batches.mix(name, world, args["tokens"]) for name in args["mixes"]}
+    for spec in args["workloads"]:
+        if ":step=" not in spec:
+            made |= {batch.name: batch for batch in batches.workload(spec, world, args["tokens"], args["context"])}
+    return made
+
+
+def ulysses() -> list[float]:
+    """Errors of DeepSpeed-Ulysses' steps, as `ds_distca simulate` predicts them, of all runs that have some."""
+    errors = []
+    for file in sorted(RESULTS.glob("step_time_*.json")):
+        found = json.loads(file.read_text())
+        args, world = found["args"], found["world"]
+        config = {**LLAMA_3_8B, "num_hidden_layers": args["layers"], "vocab_size": args["vocabulary"]}
+        model = Model.of(config)
+        cost = profiles.choose(H200, model.heads, folder=None).cost
+        training = Training(model, cost, training_options(config), args["checkpointing"], False, args["zero"])
+        made = _made(args, world)
+        for name, kinds in found["batches"].items():
+            if name in made and "ulysses" in kinds:
+                layout = made[name].layout
+                loads = shared(training, [lengths_of(layout)[0]], world, ulysses=True)
+                taken = seconds(training, loads, layout.tokens.max()) + training.end(world)
+                errors.append(taken * 1e3 / kinds["ulysses"]["ms"] - 1)
+    return errors
 
 
 def _ms(kinds: dict[str, Any], kind: str) -> float | None:
@@ -267,6 +293,11 @@ def in_markdown(rows: list[Errors]) -> str:
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     within = sum(error <= 0.05 for error in every) / len(every)
     beyond = "".join(f"\n- {row.run.name}, {row.run.what}: {row.beyond}." for row in rows if row.beyond)
+    others = ulysses()
+    beyond += (
+        f"\n\nOf {len(others)} steps of DeepSpeed-Ulysses: median {statistics.median(others):+.1%}, worst "
+        f"{max(others, key=abs):+.1%}."
+    )
     return (
         f"{text}\n\nAll {len(every)} steps together: the median of the errors' sizes is "
         f"{statistics.median(every):.1%}, {within:.0%} of them are within 5 %. Every run has a median of {MEDIAN:.0%} "

@@ -42,3 +42,8 @@ def test_nothing_is_tuned_but_on_the_first_run(rows: list[benchmark.Errors]) -> 
     first = rows[0]
     assert first.run.name == benchmark.FIRST
     assert abs(sum(first.plain) / len(first.plain)) < 0.005
+
+
+def test_ulysses_is_predicted_as_well() -> None:
+    sizes = sorted(map(abs, benchmark.ulysses()))
+    assert len(sizes) == 102 and sizes[51] <= benchmark.MEDIAN and sizes[-1] <= benchmark.WORST

@@ -15,6 +15,8 @@ DeepSpeed by itself: its throughput timer waits for the device at every step, un
 `--ds-config '{"timers": {"throughput": {"synchronized": false}}}'`. The ideal of "long|short" is the mean of plain's
 "even" and "short". Milliseconds of a step are medians of the slowest rank. `--compile` adds both kinds after
 `engine.compile()`, and how many graphs torch made for them on a batch, before its steps were timed + while they were.
+All kinds are then without Liger's kernels: with them plain steps had gradients that were no numbers after
+`engine.compile()` (torch 2.11, liger-kernel 0.8.5).
 
 `--host` adds the host's time to queue a layer's core attention of "long|short" behind a busy device: by transformers'
 function, by the plugin's with everything at home, and with rows moved as if they cost nothing. In brackets: what a
@@ -94,7 +96,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    device, liger = begin()
+    device, liger = begin(liger=not args.compile)
     if args.compile:
         torch._dynamo.config.recompile_limit *= 2  # of a function's graphs, and two models have the same functions
     results: dict[str, Any] = {"about": about(args, device, liger), "steps": [], "host": [], "failed": []}
@@ -113,8 +115,9 @@ def main() -> None:
     leave()
 
 
-def begin() -> tuple[torch.device, bool]:
-    """This process's device, in the process group; and whether models have Liger's kernels."""
+def begin(liger: bool = True) -> tuple[torch.device, bool]:
+    """This process's device, in the process group; and whether models have Liger's kernels, which they are not given
+    on CPU."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -122,7 +125,7 @@ def begin() -> tuple[torch.device, bool]:
     else:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
-    return device, use_liger() if cuda else False
+    return device, use_liger() if cuda and liger else False
 
 
 def use_liger() -> bool:
@@ -264,10 +267,12 @@ def model_steps(
 
 def compiling(engine: Any, batch: dict[str, Any], device: torch.device) -> str | None:
     """Collective: the steps in which torch compiles for a batch, for which it has another graph in the second. What it
-    cannot compile ends this kind alone: the error of this rank, or that another one has one."""
-    error = None
+    cannot compile, or gets wrong, ends this kind alone: the error of this rank, or that another one has one."""
+    error, skipped = None, engine.skipped_steps
     try:
         steps(engine, batch, 3, device)
+        if engine.skipped_steps > skipped:
+            error = f"gradients were not finite in {engine.skipped_steps - skipped} of 3 steps"
     except Exception as raised:
         traceback.print_exc()
         error = f"{type(raised).__name__}: {str(raised)[:500]}"

@@ -146,14 +146,15 @@ class Measurement:
         if self._on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        if not count:
-            return
-        self._when.append((began, began + seconds))
+        # Read in every step, so that the next one is timed.
         if own is None:
             stats = self._engine.distca.stats
-            self._taken.append([seconds, stats.server_seconds, stats.exposed_seconds])
+            measured = [stats.server_seconds, stats.exposed_seconds]
         else:
-            self._taken.append([seconds, own.timer.seconds[0], 0.0])
+            measured = [own.timer.seconds[0], 0.0]
+        if count:
+            self._when.append((began, began + seconds))
+            self._taken.append([seconds, *measured])
 
     def row(self) -> dict[str, Any]:
         """What was measured.

@@ -31,14 +31,15 @@ class StepStatistics:
         bytes_sent_max, bytes_sent_mean: the same over the servers of the group.
         planning_ms: milliseconds of this rank's host: planning, and comparing the plan with the other ranks'.
         predicted_server_seconds: predicted seconds of core attention of each server.
-        server_seconds: measured seconds in which attention kernels ran on this rank, recomputation included.
-        exposed_seconds: measured seconds in which this rank (on CPU: its host) waited for an exchange and no attention
-            kernel ran, be it for the transfer itself or for a server that was not ready to send.
+        server_seconds: measured seconds in which attention kernels ran on this rank, recomputation included. Of the
+            last step that was timed: the first three are, every tenth, and those after a step in which it was read.
+        exposed_seconds: of that step, measured seconds in which this rank (on CPU: its host) waited for an exchange
+            and no attention kernel ran, be it for the transfer itself or for a server that was not ready to send.
         micro_batches: how many of them there were.
         kept_layers: checkpointed layers whose attention was kept for recomputation, in the last of them. Pipelines and
             nano-batches keep all, which does not count.
-        previous_server_seconds, previous_exposed_seconds: the same two of the optimizer step before, as far as they
-            can be told without waiting for the device; None where they cannot.
+        previous_server_seconds, previous_exposed_seconds: the same two of the last timed step before this one, as far
+            as they can be told without waiting for the device; None where they cannot. To read them has no step timed.
     """
 
     balance_before: float = 1.0
@@ -71,32 +72,49 @@ class StepStatistics:
         return round(self.bytes_sent_mean * max(1, len(self.predicted_server_seconds)))
 
 
+#: Steps that are timed in any case: so many first ones (kernels compile in the first), and one in so many.
+FIRST, EVERY = 3, 10
+
+
 class DeviceTimer:
     """Adds up intervals of attention kernels and of waiting, on all streams: events on GPUs, read only when asked for;
-    the host's clock on CPU. Kernels that run side by side count once, and waiting beside a kernel does not count."""
+    the host's clock on CPU. Kernels that run side by side count once, and waiting beside a kernel does not count.
+
+    A moved layer has some twenty events, which small steps feel. So not every step is timed: the first ``FIRST``, one
+    in ``EVERY``, and those after a step in which ``seconds`` were read.
+
+    Attributes:
+        on: whether this step is timed; before the first :meth:`reset` it is.
+    """
 
     def __init__(self) -> None:
         self._now = _Intervals()
         self._before: _Intervals | None = None
-        self._started = False
+        self._steps, self._asked = 0, False
+        self.on = True
 
     def reset(self) -> None:
-        """Starts at zero; what was added up so far becomes ``previous``."""
-        self._now, self._before = _Intervals(), self._now if self._started else None
-        self._started = True
+        """A step begins. If it is timed it starts at zero, and what was added up so far becomes ``previous``."""
+        self.on = self._asked or self._steps < FIRST or self._steps % EVERY == 0
+        if self.on:
+            self._now, self._before = _Intervals(), self._now if self._steps else None
+        self._steps, self._asked = self._steps + 1, False
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Seconds since the last reset in which a kernel ran, and in which none did while something waited. On a GPU
-        reading waits for the end of the last interval."""
+        """Seconds of the last timed step in which a kernel ran, and in which none did while something waited. On a GPU
+        reading waits for the end of the last interval. The next step is timed."""
+        self._asked = True
         return self._now.read()
 
     @property
     def previous(self) -> tuple[float, float] | tuple[None, None]:
-        """The same between the last two resets; None if there were no two, or where the device is still at it."""
-        if self._before is None or not self._before.over():
+        """The same of the last timed step before this one; None if there was none, or where the device is still at
+        it."""
+        before = self._before if self.on else self._now
+        if before is None or not before.over():
             return None, None
-        return self._before.read()
+        return before.read()
 
     def kernel(self, tensor: torch.Tensor) -> _Timing:
         """A context in which kernels run on the tensor's device."""
@@ -177,7 +195,7 @@ class _Timing:
 
 
 class TimedKernel:
-    """A kernel whose calls are timed."""
+    """A kernel whose calls are timed while the timer is on."""
 
     def __init__(self, kernel: Kernel, timer: DeviceTimer) -> None:
         self._kernel, self._timer = kernel, timer
@@ -202,16 +220,20 @@ class TimedKernel:
         spec: AttentionSpec,
         into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._timer.on:
+            return self._kernel.forward(q, k, v, tasks, spec, into)
         with self._timer.kernel(q):
             return self._kernel.forward(q, k, v, tasks, spec, into)
 
     def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
+        if not self._timer.on:
+            return self._kernel.backward(inputs, tasks, spec, grads)
         with self._timer.kernel(inputs.dout):
             self._kernel.backward(inputs, tasks, spec, grads)
 
 
 class TimedExchange:
-    """An exchange whose waiting is timed: what of it is not hidden under computation."""
+    """An exchange whose waiting is timed while the timer is on: what of it is not hidden under computation."""
 
     def __init__(self, exchange: Exchange, timer: DeviceTimer) -> None:
         self._exchange, self._timer = exchange, timer
@@ -232,11 +254,13 @@ class TimedExchange:
 
     def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:
         """See :class:`Exchange`."""
-        return self._timed(self._exchange.start(sends, receives, then), (sends, receives, *(then or ())))
+        pending = self._exchange.start(sends, receives, then)
+        return self._timed(pending, (sends, receives, *(then or ()))) if self._timer.on else pending
 
     def expect(self, receives: Messages, *, sends: bool) -> Expected:
         """See :class:`Exchange`."""
-        return _TimedExpected(self, self._exchange.expect(receives, sends=sends), receives)
+        expected = self._exchange.expect(receives, sends=sends)
+        return _TimedExpected(self, expected, receives) if self._timer.on else expected
 
     def _timed(self, pending: Pending, lists: Sequence[Messages]) -> Pending:
         some = next((tensor for messages in lists for _, tensor in messages), None)

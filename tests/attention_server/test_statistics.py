@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_distca.attention_server import statistics
-from deepspeed_distca.attention_server.statistics import DeviceTimer, TimedExchange
+from deepspeed_distca.attention_server.statistics import EVERY, FIRST, DeviceTimer, TimedExchange, TimedKernel
 
 DELAY = 0.05
 
@@ -24,8 +24,11 @@ class SlowExchange:
         self.given.append(sizes)
         return self
 
-    def start(self, sends, receives, then=None):
+    def start(self, sends, receives=None, then=None):
         self.given.append((sends, receives))
+        return self
+
+    def expect(self, receives, *, sends):
         return self
 
     def wait(self) -> None:
@@ -75,6 +78,76 @@ def test_reset_makes_the_sums_the_previous_ones() -> None:
     assert timer.seconds == (0.0, 0.0) and timer.previous == first and min(first) > 0.0
     timer.reset()
     assert timer.previous == (0.0, 0.0)
+
+
+def steps(timer: DeviceTimer, count: int) -> list[bool]:
+    """Which of the next steps are timed."""
+    found = []
+    for _ in range(count):
+        timer.reset()
+        found.append(timer.on)
+    return found
+
+
+def test_the_first_steps_and_one_in_ten_are_timed() -> None:
+    assert steps(DeviceTimer(), 34) == [i < FIRST or i % EVERY == 0 for i in range(34)]
+    assert (FIRST, EVERY) == (3, 10)  # as the statistics' docs say
+
+
+def test_a_step_is_timed_where_the_sums_of_the_one_before_were_read() -> None:
+    timer = DeviceTimer()
+    steps(timer, 5)
+    _ = timer.seconds
+    assert steps(timer, 2) == [True, False]
+    _ = timer.previous  # what a monitor reads in every step
+    assert steps(timer, 1) == [False]
+
+
+def test_sums_are_of_the_last_timed_step() -> None:
+    timer, tensor = DeviceTimer(), torch.zeros(1)
+    sums = []
+    for _ in range(FIRST):
+        timer.reset()
+        with timer.kernel(tensor):
+            time.sleep(0.001)
+        sums.append(timer.seconds)
+    assert timer.previous == sums[-2]
+    timer.reset()  # read: timed
+    assert timer.seconds == (0.0, 0.0) and timer.previous == sums[-1]
+    timer = DeviceTimer()
+    steps(timer, FIRST)
+    with timer.wait(tensor):
+        time.sleep(0.001)
+    last = timer._now.read()
+    assert steps(timer, 2) == [False, False]
+    assert timer.previous == last == timer.seconds and last[1] > 0.0
+
+
+class Kernel:
+    """Gives what it is given."""
+
+    name, grad_dtype = "some", None
+
+    def forward(self, *given):
+        return given
+
+    def backward(self, *given) -> None:
+        self.given = given
+
+
+def test_in_other_steps_nothing_is_timed_and_everything_passed_on() -> None:
+    timer, inner, tensor = DeviceTimer(), SlowExchange(), torch.ones(2)
+    steps(timer, FIRST + 1)
+    assert not timer.on
+    exchange, kernel, own = TimedExchange(inner, timer), Kernel(), object()
+    timed = TimedKernel(kernel, timer)
+    assert timed.forward(tensor, 2, 3, 4, 5, 6) == (tensor, 2, 3, 4, 5, 6)
+    timed.backward(own, 1, 2, 3)
+    assert kernel.given == (own, 1, 2, 3)
+    assert exchange.start([(1, tensor)], []) is inner
+    assert exchange.expect([(1, tensor)], sends=True).start([]) is inner
+    assert inner.given == [([(1, tensor)], []), ([], None)]
+    assert timer.seconds == (0.0, 0.0)
 
 
 class FakeEvent:

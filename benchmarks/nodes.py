@@ -7,11 +7,12 @@ Nodes of 8 GPUs, 65,536 tokens a GPU, Llama 3 8B's heads, the shipped cost model
 of each workload, context and order, in a contiguous layout and a head-tail one. Links carry 450 GB/s within a node and
 50 GB/s between nodes, each way a GPU, and take 78 us. "Flat" is the plan that knows no nodes, whose rows travel to
 each server that needs them; "levels" the one that balances nodes and then the servers of each, or flat where that is
-not within the tolerance, whose rows cross once to a node; "chosen" what `Worth` takes in each phase: one of these, one of
-less balance, or everything at home. "Across" are MiB that cross nodes, sent by the mean GPU in forward and backward of
-a layer, "worst NIC" what the busiest one sends or receives. "Planning" is processor time of both phases. Seconds are
-those of a layer's attention, forward and backward, as `phase_seconds` predicts them: with everything at home ("plain",
-where documents that continue on other ranks are exchanged), by these plans, and with attention evened out for nothing
+not within the tolerance, whose rows cross once to a node; "chosen" what `Worth` takes in each phase: one of these, one
+of less balance, or everything at home. "Across" are MiB that cross nodes, sent by the mean GPU in forward and backward
+of a layer, "worst NIC" what the busiest one sends or receives. "Planning" is processor time of both phases. Seconds
+are those of a layer's attention, forward and backward, as `phase_seconds` predicts them: with everything at home
+("plain", where documents that continue on other ranks are exchanged), by these plans, by those that
+are chosen for two nano-batches ("in two": `ping_pong` and what it costs), and with attention evened out for nothing
 ("ideal"). Nothing is measured but the planning.
 """
 
@@ -69,6 +70,7 @@ COLUMNS = {
     "flat_s": "flat",
     "levels_s": "levels",
     "chosen_s": "chosen",
+    "in_two_s": "in two",
     "ideal_s": "ideal",
 }
 
@@ -100,6 +102,9 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
             found[f"{prefix}balance_{phase}"] = tasks.balance
             moved[prefix] += sum(compiler.bytes_between(cost.heads, phase))
             found[f"{prefix or 'chosen_'}s"] += worth.seconds(compiler)
+        # What a phase takes more than its linear work.
+        in_two = Worth(layout, None, phase, cost, options, early=False, in_two=True)
+        found["in_two_s"] += in_two.takes(in_two.spread(at_home)[1]) - (worth.whole - worth.before)
         found["plain_s"] += worth.seconds(at_home)
         found["ideal_s"] += worth.least()
     for prefix, size in moved.items():

@@ -16,7 +16,7 @@ from deepspeed_distca.attention_server.coordination.agreement import Agreement, 
 from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.exchange.choice import ExchangeKind, make_exchange
 from deepspeed_distca.attention_server.exchange.process_group import exchange_group
-from deepspeed_distca.attention_server.server import AttentionServer, NanoBatches
+from deepspeed_distca.attention_server.server import AttentionServer
 from deepspeed_distca.config import DistCAConfig
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.worth import PlanOptions
@@ -75,7 +75,6 @@ def build_server(
     windows: Sequence[int | None],
     common: Sequence[Any],
     exchange: ExchangeKind | None,
-    nano_batches: NanoBatches = "never",
 ) -> Built:
     """Collective over all ranks.
 
@@ -83,7 +82,6 @@ def build_server(
         windows: of each attention layer of this rank.
         common: what plans depend on beside the block, the same on all ranks: compared with every micro-batch.
         exchange: which one is wanted; None: chosen.
-        nano_batches: which micro-batches are divided into two.
     """
     timeout, device = timedelta(seconds=config.timeout_seconds), engine.device
     world = [list(range(dist.get_world_size()))]
@@ -121,7 +119,7 @@ def build_server(
         accumulation_steps=engine.gradient_accumulation_steps,
         ranks=sharing.replicas,
         step=lambda: engine.global_steps,
-        ping_pong=nano_batches,
+        several_groups=sharing.servers != sharing.replicas,
         watch=watch,
     )
     return Built(server, Agreement(everyone, 1, print_of_all, watch), moves.name, [everyone, exchanging, agreeing])

@@ -87,7 +87,8 @@ class DistCAConfig(_Options):
     overlap: Literal["none", "local_first", "ping_pong"] | None = None
     """ When rows travel: "none" waits for every exchange, "local_first" hides them under the tasks that stay at home,
     "ping_pong" runs a micro-batch as two nano-batches and hides one's under the other's layers as well. Left out:
-    "local_first". """
+    "local_first"; over several nodes "ping_pong", where the model can do it and it takes no memory (it keeps attention
+    of all checkpointed layers). """
 
     kernel: Literal["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen", "reference"] | None = None
     """ What computes core attention. Left out: the best that is installed and fits the device and data type. """

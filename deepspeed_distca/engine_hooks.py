@@ -35,7 +35,7 @@ from deepspeed_distca.config import (
     named_options,
     parse_config,
 )
-from deepspeed_distca.engine_runtime import PreparedDecoder, Runtime, heads_of, hooked
+from deepspeed_distca.engine_runtime import PreparedDecoder, Runtime, heads_of, hooked, needs_of_turns
 from deepspeed_distca.pipeline.runtime import PipelineRuntime, PreparedPipeline, check_engine
 
 _ORIGINAL = "_distca_original"
@@ -159,7 +159,7 @@ def _needs(engine: DeepSpeedEngine, options: DistCAConfig) -> list[Need]:
     if zero_3:
         needs.append("zero_3")
     if options.overlap == "ping_pong":
-        needs += ["ping_pong", "ping_pong_zero_3"] if zero_3 else ["ping_pong"]
+        needs += needs_of_turns(engine)
     return needs
 
 

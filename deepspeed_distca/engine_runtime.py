@@ -17,13 +17,13 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedModel
 
+from deepspeed_distca import compat
 from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
 from deepspeed_distca.attention_server.coordination.hello import Meeting, machine
 from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.kernels import KernelError
 from deepspeed_distca.attention_server.phase_planner import MicroBatchPlanner
 from deepspeed_distca.attention_server.plan_request import PlanRequest
-from deepspeed_distca.attention_server.server import NanoBatches
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.building import Sharing, attention_dtype, build_server
@@ -37,7 +37,7 @@ from deepspeed_distca.huggingface.adapter import (
     attention_windows,
     find_decoder,
 )
-from deepspeed_distca.huggingface.contract import find_contract
+from deepspeed_distca.huggingface.contract import Contract, find_contract
 from deepspeed_distca.huggingface.early_gradients import EarlyGradients
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.kept_layers import KeptLayers, device_memory
@@ -96,6 +96,7 @@ class Runtime:
         self._engine, self._decoder = engine, prepared.decoder
         self._watch = Watch(meeting.name, config.timeout_seconds)
         self._wrapped: dict[str, Any] = {}
+        self._whole_said = False
         try:
             with self._watch.phase("attach"):
                 self._set_up(engine, config, prepared, meeting)
@@ -156,7 +157,6 @@ class Runtime:
         machines = {rank: meeting.hellos[rank].own["machine"] for rank in own_servers}
         text_config = decoder.config.get_text_config()
         options = plan_options(config, engine.device, text_config, weights, machines, self._shards)
-        nano_batches = _nano_batches(config, servers, len(mine))
         built = build_server(
             engine,
             config,
@@ -174,10 +174,8 @@ class Runtime:
                 config.advanced.server_weights,
                 choice.cost,
                 windows,
-                nano_batches,
             ),
             exchange=config.advanced.exchange,
-            nano_batches=nano_batches,
         )
         self.server, self._everyone, self._groups = built.server, built.everyone, built.groups
         with self._everyone.all_or_none("use its model"), _first_check_kept(engine):
@@ -222,10 +220,18 @@ class Runtime:
             self._follow(name, phase)
         # An engine that is dropped takes its watch along.
         weakref.finalize(engine, self._watch.close).atexit = False
-        self._ping_pong = PingPong(decoder, modules, contract) if config.overlap == "ping_pong" else None
-        self._twice_called = None
-        if self._ping_pong is not None and engine.zero_optimization_stage() == 3:
-            self._twice_called = TwiceCalled(engine.module, self._ping_pong)
+        self._ping_pong: PingPong | None = None
+        self._twice_called: TwiceCalled | None = None
+        # Between nodes the tasks at home do not hide all that travels (docs/nodes.md).
+        over_nodes = config.overlap is None and config.keep_attention is not False and options.nodes is not None
+        if config.overlap == "ping_pong":
+            self._take_turns(contract, modules, asked=True)
+        elif over_nodes and servers == len(mine):
+            try:
+                compat.check(*needs_of_turns(engine))
+                self._take_turns(contract, modules, asked=False)
+            except (compat.CompatError, UnsupportedModelError, DistCAConfigError) as error:
+                self._stays_whole(str(error))
         self._monitor = StepMonitor(engine, lambda: self.server.planned, dist.get_rank())
         if dist.get_rank() == 0:
             # Printed, not logged: DeepSpeed's logger shows warnings only, and without this line a run that ignores the
@@ -235,10 +241,11 @@ class Runtime:
             except KernelError as error:
                 kernel = f"none that fits ({error})"
             nodes = _describe_nodes(options, choice.cost)
+            overlap = "ping_pong" if self._ping_pong is not None else config.overlap or "local_first"
             print(
                 f"distca: {len(modules)} attention layers of {type(decoder).__name__}{_describe_windows(windows)} "
                 f"over {servers} attention servers in {len(server_groups)} group(s){nodes}; kernel {kernel}, overlap "
-                f"{config.overlap or 'local_first'}, exchange {built.exchange}, cost model {choice.source} ("
+                f"{overlap}, exchange {built.exchange}, cost model {choice.source} ("
                 f"{heads.query}/{heads.key_value} heads of {heads.head_dim}), tolerance {config.advanced.tolerance:g}",
                 flush=True,
             )
@@ -251,7 +258,7 @@ class Runtime:
     @property
     def planner(self) -> MicroBatchPlanner:
         """Plans micro-batches as this engine does: for ``GlobalPackedLoader.plan_ahead``."""
-        return self.server.planner
+        return self.server.planner(in_two=self._ping_pong is not None and self._ping_pong.problem is None)
 
     def request(self, given: MicroBatch | Exception, device: torch.device) -> PlanRequest:
         """See ``huggingface.adapter.Planner``."""
@@ -259,7 +266,8 @@ class Runtime:
         if isinstance(given, MicroBatch):
             tokens = given.layout.tokens
             mine = int(tokens[self.place[0] if len(tokens) > 1 else 0])
-            given = replace(given, kept_layers=self._kept_layers.affordable(mine))
+            in_two = given.in_two and self._ping_pong is not None and self._ping_pong.ready
+            given = replace(given, kept_layers=self._kept_layers.affordable(mine), in_two=in_two)
         request = self.server.request(given, device)
         if isinstance(given, Exception):
             request.result()  # raises: the model could not run on such an input anyway
@@ -281,6 +289,15 @@ class Runtime:
         """See ``huggingface.adapter.Planner``."""
         self._kept_layers.note(kept)
         self.server.note_kept(len(kept))
+        turns = self._ping_pong
+        if turns is not None and self.config.overlap is None and not self._whole_said:
+            if kept.wanted and self.config.keep_attention is None:
+                turns.problem = (
+                    "under activation checkpointing it keeps core attention of all layers; `keep_attention` true says "
+                    "that there is memory for it"
+                )
+            if turns.problem is not None:
+                self._stays_whole(turns.problem)
         if kept.wanted and self._kept_layers.measured and 2 * len(kept) < self._kept_said:
             self._kept_said = len(kept)  # and again when it is less than half of that
             print(
@@ -292,6 +309,26 @@ class Runtime:
     def failed(self, error: BaseException) -> None:
         """See ``huggingface.adapter.Planner``."""
         self._watch.failed(error)
+
+    def _take_turns(self, contract: Contract, modules: list[torch.nn.Module], *, asked: bool) -> None:
+        """Training micro-batches may run as two nano-batches."""
+        ping_pong = PingPong(self._decoder, modules, contract, asked=asked)
+        try:
+            if self._engine.zero_optimization_stage() == 3:
+                self._twice_called = TwiceCalled(self._engine.module, ping_pong)
+        except DistCAConfigError:
+            ping_pong.remove()
+            raise
+        self._ping_pong = ping_pong
+
+    def _stays_whole(self, reason: str) -> None:
+        """Says why `overlap`, left out, is not what it would be over nodes."""
+        self._whole_said = True
+        if dist.get_rank() == 0:
+            print(
+                f'distca: `overlap` is "local_first", where "ping_pong" would hide more over nodes: {reason}',
+                flush=True,
+            )
 
     def _forward_over(self, model: torch.nn.Module, args: Any, output: Any) -> None:
         if model is self._decoder:  # not a copy, which brought this hook along
@@ -330,12 +367,9 @@ class Runtime:
                 part.remove()
 
 
-def _nano_batches(config: DistCAConfig, servers: int, ranks: int) -> NanoBatches:
-    """Which micro-batches run as two nano-batches. Ranks must go through a model's modules in the same order, for
-    ZeRO-3's sake and tensor parallelism's, so groups of servers do not decide each for itself."""
-    if servers == 1 or config.overlap != "ping_pong":
-        return "never"
-    return "moved" if servers == ranks else "always"
+def needs_of_turns(engine: DeepSpeedEngine) -> list[compat.Need]:
+    """What two nano-batches need of names that are not public."""
+    return ["ping_pong", "ping_pong_zero_3"] if engine.zero_optimization_stage() == 3 else ["ping_pong"]
 
 
 def _describe_windows(windows: list[int | None]) -> str:

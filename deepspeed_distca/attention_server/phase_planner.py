@@ -93,16 +93,20 @@ class PhasePlanner:
         cost: predicts the seconds of tasks and transfers.
         options: how to plan.
         early: whether results leave as soon as they are there; see :class:`~.exchange.Exchange`.
+        in_two: whether micro-batches run as two nano-batches.
     """
 
-    def __init__(self, server: int, cost: CostModel, options: PlanOptions, *, early: bool) -> None:
-        self._server, self._cost, self._options, self._early = server, cost, options, early
+    def __init__(
+        self, server: int, cost: CostModel, options: PlanOptions, *, early: bool, in_two: bool = False
+    ) -> None:
+        self._server, self._cost, self._options = server, cost, options
+        self._early, self._in_two = early, in_two
         self._home: _Home | None = None
 
     @property
     def depends_on(self) -> tuple[object, ...]:
         """All that a plan depends on beside the layout and the layers."""
-        return self._server, self._cost, self._options, self._early
+        return self._server, self._cost, self._options, self._early, self._in_two
 
     def plan(self, layout: Layout, window: int | None, phase: Phase, layers: int) -> PlannedPhase:
         """The plan of a phase of so many layers with one window."""
@@ -110,7 +114,15 @@ class PhasePlanner:
             self._home = _Home(layout, window, self._server, self._options.nodes)
         home = self._home
         worth = Worth(
-            layout, window, phase, self._cost, self._options, early=self._early, layers=layers, rows=home.rows
+            layout,
+            window,
+            phase,
+            self._cost,
+            self._options,
+            early=self._early,
+            in_two=self._in_two,
+            layers=layers,
+            rows=home.rows,
         )
         sizes = np.zeros((2, layout.num_ranks, layout.num_ranks), dtype=np.int64)
         if home.whole and worth.stays():

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -43,9 +42,6 @@ from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
 #: Of a planned phase, what statistics need: layers, weights, tasks, and bytes that each rank sends.
 Noted = tuple[int, tuple[int, ...] | None, Tasks, np.ndarray]
 
-#: Which micro-batches are divided into two nano-batches (see ``overlap``): none, those in which rows move, or all.
-NanoBatches = Literal["never", "moved", "always"]
-
 
 class AttentionServer:
     """One rank's share of core attention.
@@ -60,14 +56,13 @@ class AttentionServer:
         windows: the window of each attention layer (None: full causal), one entry per layer.
         kernel: a kernel's name, or None to choose.
         local_first: tasks that stay at home hide the exchange, instead of waiting for it.
-        ping_pong: which micro-batches are divided into two nano-batches.
+        several_groups: other servers plan for themselves. Of micro-batches that every rank can run as two nano-batches
+            all are divided then, not only those in which rows move: ranks must go through a model's modules in the
+            same order, for the sake of ZeRO-3 and tensor parallelism.
         accumulation_steps: micro-batches of an optimizer step, by which the engine divides the loss.
         ranks: over how many ranks the engine averages gradients.
         step: called for the number of the current optimizer step; statistics start anew when it changes.
         watch: follows where this rank is, and tells the others when it fails.
-
-    Attributes:
-        planner: of micro-batches; a copy of it plans ahead in another process.
     """
 
     def __init__(
@@ -84,19 +79,20 @@ class AttentionServer:
         accumulation_steps: Callable[[], int],
         ranks: int,
         step: Callable[[], int],
-        ping_pong: NanoBatches = "never",
+        several_groups: bool = False,
         watch: Watch | None = None,
     ) -> None:
         self._timer = DeviceTimer()
         self._agreement, self._exchange, self._server = agreement, TimedExchange(exchange, self._timer), server
         self._cost, self._granularity = cost, options.granularity
-        self._planner = PhasePlanner(server, cost, options, early=exchange.early)
+        planner = partial(PhasePlanner, server, cost, options, early=exchange.early)
+        self._planner = planner()
         self._layers = {window: list(windows).count(window) for window in dict.fromkeys(windows)}
-        self.planner = MicroBatchPlanner(self._planner, self._layers)
+        self._planners = {two: MicroBatchPlanner(planner(in_two=two), self._layers) for two in (False, True)}
         self._kernel_name = kernel
         self._side = SideStream() if local_first else None
         self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
-        self._ping_pong, self._watch = ping_pong, watch
+        self._several_groups, self._watch = several_groups, watch
         self._kernels: dict[tuple, Kernel] = {}
         self._statistics = StepStatistics()
         self._statistics_step: int | None = None
@@ -118,6 +114,14 @@ class AttentionServer:
         s = self._statistics
         s.previous_server_seconds, s.previous_exposed_seconds = self._timer.previous
         return s
+
+    def planner(self, *, in_two: bool = False) -> MicroBatchPlanner:
+        """Plans micro-batches; a copy of it plans ahead in another process.
+
+        Args:
+            in_two: those that run as two nano-batches.
+        """
+        return self._planners[in_two]
 
     @property
     def kernel(self) -> str | None:
@@ -146,16 +150,15 @@ class AttentionServer:
             ahead: what a loader has planned already.
         """
         start = time.perf_counter()
-        planned = self.planner.phases(everyone.layout, ahead)
+        planned = self._planners[everyone.in_two].phases(everyone.layout, ahead)
         if self._agreement is not None and everyone.layout.num_ranks > 1:
             self._agreement.same(fingerprint(*(p.digest for p in planned)), "the plan of a micro-batch")
         self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
         self._statistics.tokens += int(everyone.layout.tokens.sum())
         exchange = self._exchange.for_sizes(np.maximum.reduce([p.largest for p in planned]))
         parts = {window: [p.part for p in planned if p.window == window] for window in self._layers}
-        moves = any(p.sent.any() for p in planned)
-        two = {"never": False, "moved": moves, "always": True}[self._ping_pong]
-        halves = self._halves(everyone.layout, parts, exchange) if two else None
+        divided = everyone.in_two and (self._several_groups or any(p.sent.any() for p in planned))
+        halves = self._halves(everyone.layout, parts, exchange) if divided else None
         plans = {
             window: LayerPlan.whole(forward, backward, exchange, self._side, self._watch)
             for window, (forward, backward) in parts.items()
@@ -222,7 +225,7 @@ class AttentionServer:
                 two_parts(forward.routes, cuts, window, backward=False, late_keys=late),
                 two_parts(backward.routes, cuts, window, backward=True, late_keys=late),
                 exchange,
-                None,
+                self._side,
                 self._watch,
             )
             for window, (forward, backward) in parts.items()

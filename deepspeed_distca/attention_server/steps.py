@@ -53,7 +53,7 @@ class LayerPlan:
             micro-batch's backward comes: None until then.
         exchange: how rows travel.
         side: where tasks in the workspace run, so that those at home hide the exchange; None: wait for it. Two parts
-            do without: each hides its exchange under the other one.
+            hide theirs under each other; there only gradients that are sent on are added up on it.
         watch: tells the other ranks when a layer fails in backward.
     """
 

@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -196,11 +196,14 @@ class DecoderHooks:
         kwargs = {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in kwargs.items()}
         return (), kwargs
 
+    def _is_watched(self, kwargs: Mapping[str, Any]) -> bool:
+        return not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
+
     def _start(
         self, model: nn.Module, running: _Forward, plan: Plan, admitted: Admitted, kwargs: dict[str, Any]
     ) -> None:
         """Switches the model to its plan; adds to the arguments what travels to its layers."""
-        looked_at = not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
+        looked_at = self._is_watched(kwargs)
         self._names.use(FIRST if looked_at else NAME)
         if self._rope.rules:
             self._rope.begin(admitted.lengths)
@@ -247,7 +250,9 @@ class DecoderHooks:
         if isinstance(admitted, Exception):
             self._planner.request(admitted, device)
             raise admitted
-        plan = self._planner.request(admitted.micro_batch, device)
+        # A forward that is watched runs whole.
+        micro_batch = replace(admitted.micro_batch, in_two=not self._is_watched(kwargs))
+        plan = self._planner.request(micro_batch, device)
         arguments = admitted.arguments
         running = self._running = _Forward(training=True, nothing=admitted.nothing)
         weighing = self._weight_loss and arguments.get("labels") is not None

@@ -38,16 +38,17 @@ class PingPong:
     """Makes a decoder run its training micro-batches as two nano-batches wherever their plan says so.
 
     The first training forward runs whole: it is looked on to learn how the model attends (see ``first_forward``), and
-    every rank has one.
+    whether its arguments can be divided.
 
     Args:
         decoder: the model.
         modules: its attention modules.
         contract: how it reads its arguments.
+        asked: two nano-batches were asked for: what keeps this model from it is an error, and else :attr:`problem`.
 
     Attributes:
         base: the model whose forward is run twice.
-        seen: whether a training forward has run.
+        problem: why all micro-batches run whole; None: they need not.
         split: whether the last training forward was in two nano-batches.
         running: the nano-batch whose forward is running, or None.
 
@@ -55,10 +56,13 @@ class PingPong:
         UnsupportedModelError: a model for which halves would not be exact.
     """
 
-    def __init__(self, decoder: PreTrainedModel, modules: list[nn.Module], contract: Contract) -> None:
+    def __init__(
+        self, decoder: PreTrainedModel, modules: list[nn.Module], contract: Contract, *, asked: bool = True
+    ) -> None:
         self.base = base_of(decoder, modules)
+        self.problem: str | None = None
         self.split = False
-        self.seen = False
+        self._seen, self._asked = False, asked
         self.running: int | None = None
         self._name = type(decoder).__name__
         if contract.rows != "packed":
@@ -91,6 +95,11 @@ class PingPong:
         wrapped.__signature__ = inspect.Signature([parameter, *self._signature.parameters.values()])
         self.base.forward = types.MethodType(torch.compiler.disable(wrapped), self.base)
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next training micro-batch can run as two nano-batches."""
+        return self._seen and self.problem is None
+
     def remove(self) -> None:
         """Gives the base model its own forward back."""
         self.base.__dict__.pop("forward", None)
@@ -101,17 +110,18 @@ class PingPong:
         plan = kwargs.get(PLAN)
         if not isinstance(plan, PlanRequest) or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)  # not a training forward
+        bound = {**self._signature.bind_partial(*args).arguments, **kwargs}
         halves_plan: StepPlan | None = None
-        if self.seen and kwargs.get(WITNESS) is None:
+        if not self._seen or kwargs.get(WITNESS) is not None:
+            self._try(bound)
+        elif self.ready:
             halves_plan = plan.result().halves
-        else:
-            _refuse_reentrant(self.base)
         self.split = halves_plan is not None
         if halves_plan is None:
             output = self._forward(*args, **kwargs)
-            self.seen = True
+            self._seen = True
             return output
-        kwargs = {**self._signature.bind_partial(*args).arguments, **kwargs}
+        kwargs = bound
         rows = self._rows(kwargs)
         batch, tokens = rows.shape[:2]
         planned = halves_plan.rows
@@ -119,6 +129,18 @@ class PingPong:
             raise ValueError(f"the plan was made for {sum(planned)} tokens, got {batch} x {tokens}")
         outputs = self._both(self._halves(kwargs, rows, planned[0]), halves_plan, rows.device)
         return _merge(outputs, planned, (batch, tokens))
+
+    def _try(self, kwargs: dict[str, Any]) -> None:
+        """Whether micro-batches like this one can be divided."""
+        try:
+            _refuse_reentrant(self.base)
+            if not self._asked:
+                rows = self._rows(kwargs)
+                self._halves(kwargs, rows, rows.shape[0] * rows.shape[1] // 2)
+        except UnsupportedModelError as error:
+            if self._asked:
+                raise
+            self.problem = str(error)
 
     def _both(self, halves: tuple[dict, dict], plan: StepPlan, device: torch.device) -> tuple[Any, Any]:
         turns = Turns(device)

@@ -33,6 +33,10 @@ PLAIN_HOST: dict[Phase, float] = {"forward": 2.4e-3, "backward": 4.8e-3}
 #: Seconds in which a phase's plan is searched, once for all its layers, and those for each segment: see there.
 SEARCH, SEARCH_SEGMENT = 2.2e-3, 8e-6
 
+#: What two nano-batches take more than one micro-batch, as a share of it: twice the launches, matrices of half as many
+#: rows. Measured over two H200s: see docs/design.md, "Two nano-batches".
+IN_TWO = 0.027
+
 #: Tolerances that are tried where nodes have links of their own, one after another as long as that ends sooner.
 _LOOSER = (0.1, 0.4)
 
@@ -73,6 +77,8 @@ class Worth:
         cost: predicts the seconds of tasks and transfers, and of moving rows at all.
         options: how to plan.
         early: whether results leave as soon as they are there; otherwise once either end has done all its tasks.
+        in_two: whether the micro-batch runs as two nano-batches, so that transfers are hidden under the other one's
+            work, the layer's linear work with it. Where that is not known it makes no difference here.
         layers: how many there are, over which the time of the search is spread; None: it is not counted.
         rows: ``home_tasks`` of the layout, where they are known.
 
@@ -92,11 +98,13 @@ class Worth:
         options: PlanOptions,
         *,
         early: bool,
+        in_two: bool = False,
         layers: int | None = None,
         rows: np.ndarray | None = None,
     ) -> None:
         self._layout, self._window, self._phase = layout, window, phase
         self._cost, self._options, self._early = cost, options, early
+        self._in_two = in_two and options.linear_flops > 0
         if options.nodes is not None and len(options.nodes.nodes) != layout.num_ranks:
             raise ValueError(
                 f"topology: must say the node of each of the layout's {layout.num_ranks} servers, got "
@@ -222,6 +230,9 @@ class Worth:
         at_home, away = (load / UNITS_PER_SECOND / self._speeds for load in compiler.loads(self._task_cost))
         sizes = compiler.bytes_between(self._cost.heads, self._phase)
         nodes = self._options.nodes
+        if self._in_two:
+            linear = self._linear / self._speeds
+            return seconds_in_two(self._cost, linear, at_home + away, *sizes, nodes=nodes) - self.whole + self.before
         return phase_seconds(self._cost, at_home, away, *sizes, early=self._early, start=self._start, nodes=nodes)
 
     def takes(self, compiler: RouteCompiler) -> float:
@@ -295,6 +306,35 @@ def phase_seconds(
     sender, receiver, seconds = _transfers(cost, back, nodes)
     leave = ready[sender] if early else np.maximum(done[sender], done[receiver])
     return float(max(done.max(initial=0.0), (leave + seconds).max(initial=0.0)))
+
+
+def seconds_in_two(
+    cost: CostModel,
+    linear: np.ndarray,
+    attention: np.ndarray,
+    out: np.ndarray,
+    back: np.ndarray,
+    *,
+    nodes: Topology | None = None,
+) -> float:
+    """Predicted seconds of one layer's phase, its linear work with it, of a micro-batch that runs as two nano-batches.
+
+    Half of a rank's rows travel under half of its linear work or of its tasks, and so do their results; what takes
+    longer than that is waited for. A transfer takes what its busiest end takes, as in :func:`phase_seconds`.
+
+    Args:
+        linear, attention: seconds of each server, float64 [num_ranks].
+        out, back: bytes [sender, receiver] of the dispatch and of the return.
+    """
+    waits = np.zeros(len(linear))
+    for size in (out, back):
+        sender, receiver, seconds = _transfers(cost, size, nodes)
+        longest = np.zeros(len(linear))
+        np.maximum.at(longest, sender, seconds)
+        np.maximum.at(longest, receiver, seconds)
+        for cover in (linear, attention):
+            waits += np.maximum(longest - cover, 0.0) / 2
+    return (1 + IN_TWO) * float((linear + attention + waits).max(initial=0.0))
 
 
 def _transfers(cost: CostModel, size: np.ndarray, nodes: Topology | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

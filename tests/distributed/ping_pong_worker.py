@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import deepspeed
 import numpy as np
@@ -120,6 +122,7 @@ def train_once(
     model: dict | None = None,
     servers: int | None = None,
     block: dict | None = None,
+    unable: Sequence[int] = (),
 ) -> dict:
     """Loss and gradients of the second step over the layouts (one per micro-batch). The first step, with a learning
     rate of 0, begins with the forward that runs whole.
@@ -129,6 +132,7 @@ def train_once(
         model: options of the model's configuration.
         servers: of a group, if not all ranks.
         block: further options of the plugin's.
+        unable: ranks that find that they cannot run two nano-batches.
     """
     rng = np.random.default_rng(seed)
     layouts = [Layout.from_ranks(ranks).validate() for ranks in layouts]
@@ -136,6 +140,8 @@ def train_once(
     options = model or {}
     expected_loss, expected = reference(tiny_llama(seed, **options), batches)
     engine = engine_of(zero, len(layouts), checkpointing, seed, frozen, options, servers=servers, **(block or {}))
+    if dist.get_rank() in unable:
+        engine.distca._ping_pong.problem = "there is none"
     parts = [rank_batch(d, layout, servers) for d, layout in zip(batches, layouts, strict=True)]
     step_targets = sum(part["num_targets"] for part in parts)
     losses, splits, gradients = [], [], {}
@@ -275,7 +281,8 @@ def refusals() -> dict:
     found["deepspeed"] = _refused(engine, batch)
 
     pipeline = object.__new__(PipelineEngine)  # as far as it is looked at
-    pipeline.__dict__ |= {"_modules": {}, "module": None}
+    compiles = SimpleNamespace(compile_config=SimpleNamespace(deepcompile=False))
+    pipeline.__dict__ |= {"_modules": {}, "module": None, "_config": compiles}
     try:
         deepspeed_distca.attach(pipeline, {"overlap": "ping_pong"})
     except ValueError as error:
@@ -383,10 +390,11 @@ def autocast() -> dict:
     return {**found, "split": engine.distca._ping_pong.split}
 
 
-def operations(layouts: list, zero: int, checkpointing: bool) -> list[dict]:
+def operations(layouts: list, zero: int, checkpointing: bool, node_size: int | None) -> list[dict]:
     """The communication of a step in two nano-batches, in the order in which this rank issues it, as JSON."""
     deepspeed.init_distributed("gloo")
-    engine = engine_of(zero, len(layouts), checkpointing, options={"num_hidden_layers": 3})
+    advanced = {"granularity": 8, "node_size": node_size}
+    engine = engine_of(zero, len(layouts), checkpointing, options={"num_hidden_layers": 3}, advanced=advanced)
     rng = np.random.default_rng(0)
     layouts = [Layout.from_ranks(ranks).validate() for ranks in layouts]
     batches = [batch_from_layout(documents_of(layout, rng), layout, dist.get_rank()) for layout in layouts]

@@ -130,13 +130,45 @@ def test_every_rank_takes_the_same_steps_in_the_same_order(name: str) -> None:
     assert backward == [(mirror[stage], nano) for stage, nano in reversed(forward)]
 
 
+NODES = {"overlap": None, "advanced": {"granularity": 8, "node_size": 2}}
+#: A node of two ranks with a long document and short ones, and another one.
+OVER_NODES = [segments(180), segments(*[9] * 5, first=1), segments(*[15] * 3, first=10), segments(40, first=20)]
+
+
+def test_chosen_over_nodes() -> None:
+    layouts = [OVER_NODES, [[[0, r * 23, 23], [r + 1, 0, r + 1]] for r in range(4)]]
+    cases = [
+        *(dict(layouts=layouts[:n], zero=zero, seed=zero, block=NODES) for n, zero in ((1, 1), (2, 3))),
+        dict(layouts=layouts, zero=3, checkpointing=True, block={**NODES, "keep_attention": True}),
+    ]
+    check(run_ranks(WORKER + "train_cases", 4, cases=cases), cases)
+
+
+def test_not_chosen_where_it_would_not_do() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+    rope |= {"original_max_position_embeddings": 256, "factor": 2.0}
+    cases: list[dict] = [
+        dict(layouts=[OVER_NODES], block={**NODES, "advanced": {"granularity": 8}}),  # one node
+        dict(layouts=[OVER_NODES], block={**NODES, "overlap": "local_first"}),
+        dict(layouts=[OVER_NODES], block={**NODES, "keep_attention": False}),
+        dict(layouts=[OVER_NODES], zero=3, checkpointing=True, block=NODES),
+        dict(layouts=[OVER_NODES], model={"rope_parameters": rope}, block=NODES),
+        dict(layouts=[OVER_NODES], unable=[2], block=NODES),  # of one rank, and so of all
+    ]
+    for outcomes in run_ranks(WORKER + "train_cases", 4, cases=cases):
+        for case, outcome in zip(cases, outcomes, strict=True):
+            assert abs(outcome["loss"] - outcome["expected"]) / outcome["expected"] < TOLERANCE, (case, outcome)
+            assert outcome["gradient_error"] < TOLERANCE and not any(outcome["splits"]), (case, outcome)
+
+
 @pytest.mark.parametrize("zero, checkpointing", [(3, True)])
-def test_what_ranks_issue_completes_in_any_backend(zero: int, checkpointing: bool) -> None:
+@pytest.mark.parametrize("node_size", [None, 2])
+def test_what_ranks_issue_completes_in_any_backend(zero: int, checkpointing: bool, node_size: int | None) -> None:
     layouts = [
         [segments(150), segments(5, 6, first=1), segments(*[3] * 20, first=3), []],
         [[[0, r * 23, 23], [r + 1, 0, 7 * r + 1]] for r in range(4)],
     ]
-    options = dict(layouts=layouts, zero=zero, checkpointing=checkpointing)
+    options = dict(layouts=layouts, zero=zero, checkpointing=checkpointing, node_size=node_size)
     records = run_ranks(WORKER + "operations", 4, **options)
     programs = [
         [

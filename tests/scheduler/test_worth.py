@@ -18,7 +18,14 @@ from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Setting, choose
 from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, RouteCompiler
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT, Shares
-from deepspeed_distca.scheduler.worth import PlanOptions, Worth, finishing_weights, phase_seconds
+from deepspeed_distca.scheduler.worth import (
+    IN_TWO,
+    PlanOptions,
+    Worth,
+    finishing_weights,
+    phase_seconds,
+    seconds_in_two,
+)
 
 COST = replace(CostModel(), bytes_per_second=10**6, latency=0)
 MB = 10**6
@@ -66,6 +73,49 @@ def test_servers_that_begin_later_by_hand(start, at_home, away, sizes, early, la
     phase = phase_seconds(COST, *loads, *two(*sizes), early=True, start=start)
     assert phase == pytest.approx(early)
     assert phase_seconds(COST, *loads, *two(*sizes), early=False, start=start) == pytest.approx(late)
+
+
+@pytest.mark.parametrize(
+    ("linear", "attention", "sizes", "seconds"),
+    [
+        ([2, 2], [4, 4], (0, 0), 6),
+        ([2, 2], [4, 4], (2, 2), 6),  # each half travels in 1, under 1 of linear work and 2 of tasks
+        ([2, 2], [4, 4], (4, 0), 7),  # 2 under 1
+        ([2, 2], [4, 4], (0, 6), 9),  # 3 under 1, and 3 under 2
+        ([2, 2], [4, 1], (4, 0), 7),  # the other one, with 2 under 0.5, is through in 5.5
+        ([2, 2], [4, 3.8], (4, 0), 7),
+        ([0, 9], [0, 0], (4, 0), 11),  # its second half travels under tasks, of which there are none
+    ],
+)
+def test_two_nano_batches_by_hand(linear, attention, sizes, seconds) -> None:
+    linear, attention = (np.array(x, dtype=float) for x in (linear, attention))
+    found = seconds_in_two(COST, linear, attention, *two(*sizes))
+    assert found == pytest.approx((1 + IN_TWO) * seconds)
+
+
+def test_two_nano_batches_are_planned_as_such() -> None:
+    # All of the short ones' attention is nothing: with local_first servers wait for whatever comes, in two they have
+    # their linear work meanwhile.
+    layout = Layout.from_lengths([[65536], [64] * 1024])
+    cost = replace(CostModel.fitted(), bytes_per_second=5 * 10**10)
+    options = PlanOptions(0.02, 128, min_gain=0.04, linear_flops=436_207_616)
+    found = {}
+    for in_two in (False, True):
+        worth = Worth(layout, None, "forward", cost, options, early=False, in_two=in_two)
+        home = RouteCompiler(layout, worth.home.rows)
+        assert worth.takes(home) == worth.whole
+        tasks, compiler = worth.spread(home)
+        found[in_two] = worth.takes(compiler)
+        assert compiler.moves_rows and tasks.balance < 1.03
+    assert found[True] < found[False]
+    # Where linear work is not known nothing can be said of it.
+    blind = [
+        Worth(layout, None, "forward", cost, replace(options, linear_flops=0), early=False, in_two=in_two).seconds(
+            home
+        )
+        for in_two in (False, True)
+    ]
+    assert blind[0] == blind[1]
 
 
 def test_a_busy_end_holds_up_all_that_it_sends() -> None:

@@ -97,7 +97,7 @@ class Agreement:
             self._check_shards(firsts)
             self._check_layouts(firsts)
             layout = self._layout(firsts, mine.layout, lengths)
-            kept_layers = int(firsts["kept_layers"].min())
+            kept_layers, in_two = int(firsts["kept_layers"].min()), bool(firsts["in_two"].all())
             firsts = firsts[:: self._shards]  # one of each replica
             self._compare_tokens(firsts["tokens_digest"])
             steps = firsts["step_targets"].tolist()
@@ -106,6 +106,7 @@ class Agreement:
                 sum(firsts["targets"].tolist()),
                 None if min(steps) < 0 else sum(steps),
                 kept_layers=kept_layers,
+                in_two=in_two,
             )
 
         return together
@@ -130,6 +131,7 @@ class Agreement:
             layout_digest=fingerprint(layout.segments) if layout.num_ranks > 1 or self._shards > 1 else 0,
             tokens_digest=micro_batch.tokens_digest,
             kept_layers=micro_batch.kept_layers,
+            in_two=micro_batch.in_two,
         )
 
     def _in_step(self, arrived: Callable[[], np.ndarray], message: np.ndarray) -> np.ndarray:

@@ -39,6 +39,7 @@ _ABOUT = (
     "layout_digest",  # of a layout of several ranks
     "tokens_digest",
     "kept_layers",  # of how many layers it can keep core attention
+    "in_two",  # it can run the micro-batch as two nano-batches
     "left",  # it left the last micro-batch before that was planned
 )
 _FIRST = np.dtype([*((name, np.int64) for name in _ABOUT), ("values", np.int64, (_SIZE - len(_ABOUT),))])

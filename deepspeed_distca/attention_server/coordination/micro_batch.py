@@ -25,6 +25,7 @@ class MicroBatch:
         tokens_digest: 63 bits of its tokens, by which ranks find that all of them have the same; 0: not known.
         ahead: its plan, where a loader has made it already; not told to the others.
         kept_layers: of how many checkpointed layers this rank can keep core attention for recomputation.
+        in_two: this rank can run it as two nano-batches.
     """
 
     layout: Layout
@@ -33,6 +34,7 @@ class MicroBatch:
     tokens_digest: int = 0
     ahead: Any = None
     kept_layers: int = 0
+    in_two: bool = False
 
     def problem(self) -> str:
         """Why it cannot be told to the others; or nothing."""
@@ -52,9 +54,11 @@ class GlobalMicroBatch:
         targets: target tokens of the micro-batch over all ranks.
         step_targets: the same over the accumulation step, where every rank knew it.
         kept_layers: of how many checkpointed layers every rank can keep core attention.
+        in_two: every rank can run it as two nano-batches.
     """
 
     layout: Layout
     targets: int
     step_targets: int | None
     kept_layers: int = 0
+    in_two: bool = False

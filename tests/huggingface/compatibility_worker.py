@@ -8,10 +8,12 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
@@ -121,7 +123,7 @@ def converted(where: Path) -> Path:
 
 
 def muon(folder: Path) -> dict[str, Any]:
-    """Matrices of the layers by Muon, the rest by Adam."""
+    """Matrices of the layers by Muon in fp32, the rest by Adam."""
 
     def build() -> torch.nn.Module:
         model = llama()
@@ -130,7 +132,9 @@ def muon(folder: Path) -> dict[str, Any]:
         return model
 
     optimizer = {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.0}}
-    return compared(build, 2, optimizer=optimizer)
+    # A CPU that has fp16 would run Muon's iteration in it: rounding alone is then 0.015 of a parameter.
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: False):
+        return compared(build, 2, optimizer=optimizer)
 
 
 def refused(make: Callable[[], Any]) -> Callable[[Path], dict[str, Any]]:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two nodes on one machine: gloo ranks in two network namespaces, with a slow link between them.
 
-    sudo python benchmarks/slow_network.py [--mbit 200] [--ranks 2] [--tokens 2048] [--save FILE]
+    sudo python benchmarks/slow_network.py [--mbit 200] [--ranks 2] [--tokens 2048] [--prolong SEED] [--save FILE]
 
 Needs Linux, root, `ip` and `tc`. Each namespace is a node of so many ranks; a pair of virtual interfaces joins them,
 which tc's token bucket (tbf) holds at so many megabits a second, each way. Ranks train a small Llama (four layers,
-hidden size 256, 8/2 heads of 64, fp32, ZeRO-1) on the same documents in three ways: "plain", without the plugin;
-"flat", whose plans take all ranks for one node; "nodes", with plans that know nodes and what the link carries.
-Node 0's first rank has one document of all its tokens, every other rank short ones: there is a neighbour to take of
-it, and two ranks beyond the link. Documents are told by position ids alone. Losses of all three are compared. MiB
+hidden size 256, 8/2 heads of 64, fp32, ZeRO-1) on the same documents in four ways: "plain", without the plugin;
+"flat", whose plans take all ranks for one node; "whole", with plans that know nodes and what the link carries, and
+`overlap` "local_first"; "nodes", the same in two nano-batches, as it is over nodes where nothing is said. Node 0's
+first rank has one document of all its tokens, every other rank short ones: there is a neighbour to take of it, and two
+ranks beyond the link. With --prolong documents are as long as ProLong's, shuffled by a seed, for ranks of 131072
+tokens. Documents are told by position ids alone. Losses of all are compared. MiB
 are those that the kernel counted at node 0's end of the link, both ways, in a step, less those of plain, which are
 DeepSpeed's; beside them stands what the plan says is sent across. What is left of the difference is what gloo and TCP
 put around it, and what ranks tell each other. Seconds are medians; they are those of a few cores that all ranks share,
@@ -28,10 +30,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-KINDS = ("plain", "flat", "nodes")
+KINDS = ("plain", "flat", "whole", "nodes")
 #: Of the namespaces, and of the interfaces in them.
 NAMES = tuple(f"dca{os.getpid() % 10**6}{end}" for end in "ab")
 SKIPPED = 1
+#: Of ProLong's documents, that a rank's tokens stand for.
+CONTEXT = 131072
 #: An H200's rate by a core's, for a pair of query and key.
 CORE = 50_000
 ROOT = Path(__file__).parents[1]
@@ -42,6 +46,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=200, help="of the link between nodes, each way")
     parser.add_argument("--ranks", type=int, default=2, help="of a node")
     parser.add_argument("--tokens", type=int, default=2048, help="of a rank")
+    parser.add_argument("--prolong", type=int, metavar="SEED", help="documents of ProLong's lengths, in this order")
     parser.add_argument("--steps", type=int, default=5, help="of which the first is not timed")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS[1:]), choices=KINDS[1:], help="beside plain")
     parser.add_argument("--save", type=Path, help="the table in Markdown")
@@ -101,7 +106,8 @@ def run(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def start(kind: str, args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[bytes]]:
     """torchrun in both namespaces, with their logs in the folder."""
-    given = {"kind": kind, "folder": str(folder), **{k: vars(args)[k] for k in ("tokens", "ranks", "mbit", "steps")}}
+    asked = {name: vars(args)[name] for name in ("tokens", "ranks", "mbit", "steps")}
+    given = {"kind": kind, "folder": str(folder), "lengths": lengths_of(args), **asked}
     processes = []
     for number, name in enumerate(NAMES):
         environment = {
@@ -120,10 +126,27 @@ def start(kind: str, args: argparse.Namespace, folder: Path) -> list[subprocess.
     return processes
 
 
+def lengths_of(args: argparse.Namespace) -> list[list[int]]:
+    """Of the documents of each rank, whole ones."""
+    tokens, world = args.tokens, 2 * args.ranks
+    if args.prolong is None:
+        return [[tokens], *[[tokens // 16] * 16] * (world - 1)]
+    from workloads.sampling import document_lengths
+
+    drawn = iter((document_lengths("prolong", CONTEXT, args.prolong) * tokens // CONTEXT).tolist())
+    ranks: list[list[int]] = []
+    for _ in range(world):
+        ranks.append([])
+        while room := tokens - sum(ranks[-1]):
+            ranks[-1].append(min(max(next(drawn), 1), room))  # cut where the rank ends
+    return ranks
+
+
 def table(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
     plain = rows["plain"]
     lines = [
-        f"{args.ranks} ranks a node, {args.tokens} tokens a rank, {args.mbit} Mbit/s between nodes:",
+        f"{args.ranks} ranks a node, {args.tokens} tokens a rank, {args.mbit} Mbit/s between nodes"
+        + (":" if args.prolong is None else f", ProLong in order {args.prolong}:"),
         "",
         "| | seconds of a step | balance | MiB across, counted | planned | largest error of a loss |",
         "|---|---|---|---|---|---|",
@@ -170,12 +193,14 @@ def worker(given: dict[str, Any]) -> None:
         if rank == 0:
             Profile(Setting("cpu", "cpu", "reference", "fp32"), CostModel.from_dict(values)).save(path)
         dist.barrier()
-        size = given["ranks"] if given["kind"] == "nodes" else dist.get_world_size()
+        size = dist.get_world_size() if given["kind"] == "flat" else given["ranks"]
         config["distca"] = {
             "enabled": True,
             "cost_model": str(path),
             "advanced": {"granularity": 64, "node_size": size, "min_gain": 0.04, "tolerance": 0.05},
         }
+        if given["kind"] == "whole":
+            config["distca"]["overlap"] = "local_first"
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, head_dim=64)
     model = LlamaForCausalLM(
@@ -185,7 +210,7 @@ def worker(given: dict[str, Any]) -> None:
     )
     engine, *_ = deepspeed.initialize(model=model, config=config)
     world = dist.get_world_size()
-    lengths = [[tokens], *[[tokens // 16] * 16] * (world - 1)]
+    lengths = given["lengths"]
     ids = torch.randint(0, 512, (1, tokens), generator=torch.Generator().manual_seed(rank))
     positions = torch.cat([torch.arange(n) for n in lengths[rank]])[None]
     labels = torch.where(positions > 0, ids, -100)
@@ -213,7 +238,7 @@ def worker(given: dict[str, Any]) -> None:
             stats = engine.distca.stats
             record["balance"] = f"{stats.balance_before:.2f} -> {stats.balance_after:.2f}"
             record["planned"] = planned_across(
-                engine, Layout.from_lengths(lengths), heads, given["ranks"], knows_nodes=given["kind"] == "nodes"
+                engine, Layout.from_lengths(lengths), heads, given["ranks"], knows_nodes=given["kind"] != "flat"
             )
         Path(given["folder"], f"{given['kind']}.json").write_text(json.dumps(record))
     dist.barrier()

@@ -96,7 +96,6 @@ class Runtime:
         self._engine, self._decoder = engine, prepared.decoder
         self._watch = Watch(meeting.name, config.timeout_seconds)
         self._wrapped: dict[str, Any] = {}
-        self._whole_said = False
         try:
             with self._watch.phase("attach"):
                 self._set_up(engine, config, prepared, meeting)
@@ -258,7 +257,7 @@ class Runtime:
     @property
     def planner(self) -> MicroBatchPlanner:
         """Plans micro-batches as this engine does: for ``GlobalPackedLoader.plan_ahead``."""
-        return self.server.planner(in_two=self._ping_pong is not None and self._ping_pong.problem is None)
+        return self.server.planner(in_two=self._ping_pong is not None)
 
     def request(self, given: MicroBatch | Exception, device: torch.device) -> PlanRequest:
         """See ``huggingface.adapter.Planner``."""
@@ -289,15 +288,17 @@ class Runtime:
         """See ``huggingface.adapter.Planner``."""
         self._kept_layers.note(kept)
         self.server.note_kept(len(kept))
-        turns = self._ping_pong
-        if turns is not None and self.config.overlap is None and not self._whole_said:
-            if kept.wanted and self.config.keep_attention is None:
-                turns.problem = (
+        if self._ping_pong is not None and self.config.overlap is None:
+            problem = self._ping_pong.problem
+            if self._engine.is_compiled:
+                problem = "compiled graphs end where a forward is divided"
+            elif kept.wanted and self.config.keep_attention is None:
+                problem = (
                     "under activation checkpointing it keeps core attention of all layers; `keep_attention` true says "
                     "that there is memory for it"
                 )
-            if turns.problem is not None:
-                self._stays_whole(turns.problem)
+            if problem is not None:
+                self._stays_whole(problem)
         if kept.wanted and self._kept_layers.measured and 2 * len(kept) < self._kept_said:
             self._kept_said = len(kept)  # and again when it is less than half of that
             print(
@@ -322,8 +323,11 @@ class Runtime:
         self._ping_pong = ping_pong
 
     def _stays_whole(self, reason: str) -> None:
-        """Says why `overlap`, left out, is not what it would be over nodes."""
-        self._whole_said = True
+        """Gives two nano-batches up, which nobody asked for, and says why."""
+        for part in (self._ping_pong, self._twice_called):
+            if part is not None:
+                part.remove()
+        self._ping_pong = self._twice_called = None
         if dist.get_rank() == 0:
             print(
                 f'distca: `overlap` is "local_first", where "ping_pong" would hide more over nodes: {reason}',

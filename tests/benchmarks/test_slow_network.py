@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import slow_network
 
-GIVEN = Namespace(mbit=200, ranks=2, tokens=1024, steps=2, kinds=["nodes"])
+GIVEN = Namespace(mbit=200, ranks=2, tokens=1024, steps=2, prolong=None, kinds=["nodes"])
 PATIENCE = 90
 
 

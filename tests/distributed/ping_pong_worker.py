@@ -123,6 +123,7 @@ def train_once(
     servers: int | None = None,
     block: dict | None = None,
     unable: Sequence[int] = (),
+    compiled: bool = False,
 ) -> dict:
     """Loss and gradients of the second step over the layouts (one per micro-batch). The first step, with a learning
     rate of 0, begins with the forward that runs whole.
@@ -133,6 +134,7 @@ def train_once(
         servers: of a group, if not all ranks.
         block: further options of the plugin's.
         unable: ranks that find that they cannot run two nano-batches.
+        compiled: by engine.compile().
     """
     rng = np.random.default_rng(seed)
     layouts = [Layout.from_ranks(ranks).validate() for ranks in layouts]
@@ -140,6 +142,8 @@ def train_once(
     options = model or {}
     expected_loss, expected = reference(tiny_llama(seed, **options), batches)
     engine = engine_of(zero, len(layouts), checkpointing, seed, frozen, options, servers=servers, **(block or {}))
+    if compiled:
+        engine.compile(backend="eager")
     if dist.get_rank() in unable:
         engine.distca._ping_pong.problem = "there is none"
     parts = [rank_batch(d, layout, servers) for d, layout in zip(batches, layouts, strict=True)]

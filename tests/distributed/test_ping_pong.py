@@ -154,6 +154,7 @@ def test_not_chosen_where_it_would_not_do() -> None:
         dict(layouts=[OVER_NODES], zero=3, checkpointing=True, block=NODES),
         dict(layouts=[OVER_NODES], model={"rope_parameters": rope}, block=NODES),
         dict(layouts=[OVER_NODES], unable=[2], block=NODES),  # of one rank, and so of all
+        dict(layouts=[OVER_NODES], zero=3, compiled=True, block=NODES),
     ]
     for outcomes in run_ranks(WORKER + "train_cases", 4, cases=cases):
         for case, outcome in zip(cases, outcomes, strict=True):

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_distca.attention_server.exchange.peer_copy.copies import SLOTS, PeerCopyExchange, header_bytes
+from deepspeed_distca.attention_server.exchange.peer_copy.copies import SLOTS, PeerCopyExchange, _Watch, header_bytes
 from deepspeed_distca.attention_server.exchange.peer_copy.rings import ALIGNMENT, Rings, divide
 from deepspeed_distca.attention_server.exchange.peer_copy.slots import PeerSlots, cut
 from tests.attention_server.simulated_streams import SimulatedStreams, run_all
@@ -213,6 +213,103 @@ def test_nothing_to_do_queues_nothing() -> None:
     group.exchanges[0].start([(1, torch.zeros(0))], []).wait()
     group.exchanges[0].expect([], sends=False).start([]).wait()
     assert all(len(stream.queue) <= 1 for stream in group.devices[0].all)  # an event at most
+
+
+def queued(group: Group, run) -> list[tuple[int, int]]:
+    """What is queued by `run`: operations and events of each device."""
+    events = [0] * len(group.devices)
+    for rank, device in enumerate(group.devices):
+
+        def record(stream, rank=rank, own=device.record):
+            events[rank] += 1
+            return own(stream)
+
+        device.record = record
+    before = [sum(len(s.queue) for s in device.all) for device in group.devices]
+    run()
+    after = [sum(len(s.queue) for s in device.all) for device in group.devices]
+    return [(b - a, e) for a, b, e in zip(before, after, events, strict=True)]
+
+
+def test_an_exchange_records_no_event_that_nobody_waits_for() -> None:
+    group = Group(2, staging(2, 4 * ALIGNMENT), single=False)
+    giver, server = group.exchanges
+    rows = [torch.ones(200, dtype=torch.uint8) for _ in range(3)]
+
+    def there() -> None:
+        giver.start([(1, x) for x in rows], []).wait()
+        server.start([], [(0, x) for x in rows]).wait()
+
+    # Giver: 3 copies, an event that the outbox waits for, a count. Server: an event that the inbox waits for, a wait
+    # for the count, 3 copies, a count, an event that the caller waits for.
+    assert queued(group, there) == [(3 + 2 + 1, 1), (2 + 1 + 3 + 1 + 2, 2)]
+
+    def back() -> None:
+        pending = giver.expect([(1, x) for x in rows], sends=False)
+        server.expect([], sends=True).start([(0, x) for x in rows]).wait()
+        pending.start([]).wait()
+
+    assert queued(group, back) == [(2 + 1 + 3 + 1 + 2, 2), (3 + 2 + 1, 1)]
+    run_all(group.devices, random.Random(0))
+
+
+def test_rows_side_by_side_in_one_buffer_are_one_copy() -> None:
+    group = Group(2, staging(2, 16 * ALIGNMENT), single=False)
+    n = ALIGNMENT
+    data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (n, 2 * n, n - 1, n, n, n)]
+    buffer = torch.zeros(9 * n, dtype=torch.uint8)
+    # Five neighbours, but in the slot there is a byte between the third and the fourth; and one apart.
+    ends = np.cumsum([0, *map(len, data[:5])]).tolist()
+    into = [*(buffer[start:end] for start, end in pairwise(ends)), buffer[8 * n :]]
+    group.exchanges[0].start([(1, x) for x in data], []).wait()
+    group.exchanges[1].start([], [(0, x) for x in into]).wait()
+    assert len(group.devices[1].inbox.queue) == 4 + 3  # an event, a wait, a count, an event; copies
+    run_all(group.devices, random.Random(0))
+    assert all(torch.equal(x, y) for x, y in zip(into, data, strict=True))
+
+
+def test_buffers_that_happen_to_touch_are_two_copies(monkeypatch) -> None:
+    """The device allocates them apart, and refuses a copy that passes from one to the other."""
+    buffer = torch.arange(4 * ALIGNMENT).to(torch.uint8)
+    halves = [torch.frombuffer(memoryview(buffer.numpy())[i * 2 * ALIGNMENT :][: 2 * ALIGNMENT], dtype=torch.uint8)
+              for i in range(2)]  # fmt: skip
+    assert halves[1].data_ptr() == halves[0].data_ptr() + 2 * ALIGNMENT
+    group = Group(2, staging(2, 16 * ALIGNMENT), single=False)
+    group.exchanges[0].start([(1, x) for x in halves], []).wait()
+    assert len(group.devices[0].compute.queue) == 2 + 1  # copies and an event
+
+
+class Counted:
+    """An exchange under way that counts how often it is asked."""
+
+    def __init__(self, over: bool) -> None:
+        self.is_over, self.asked = over, 0
+
+    def over(self) -> bool:
+        self.asked += 1
+        return self.is_over
+
+
+def test_the_device_is_not_asked_at_every_exchange() -> None:
+    watch, many = _Watch(None, "rank 0"), [Counted(over=i != 70) for i in range(90)]
+    for pending in many:
+        watch.add(pending)
+    assert max(pending.asked for pending in many) == 1 and len(watch._under_way) < 90
+    for _ in range(2 * len(many)):
+        watch.add(Counted(over=True))
+    # What is not over is kept, and what came after it.
+    assert watch._under_way[0][1] is many[70]
+
+
+def test_an_exchange_is_late_if_it_is_not_over_in_time() -> None:
+    watch = _Watch(None, "rank 0")
+    over, not_over = Counted(over=True), Counted(over=False)
+    for pending in (over, not_over):
+        watch.add(pending)
+    assert not watch.late(1000.0) and over.asked == 0
+    assert watch.late(-1.0) and watch.late(-1.0)
+    not_over.is_over = True
+    assert not watch.late(-1.0) and not watch._under_way
 
 
 def test_errors_name_what_was_given() -> None:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from deepspeed_distca.attention_server.exchange.base import Done, Expected, Messages, Pending, Round
 from deepspeed_distca.attention_server.exchange.peer_copy.rings import divide
@@ -37,6 +38,8 @@ from deepspeed_distca.attention_server.exchange.peer_copy.streams import Streams
 #: Slots of each ordered pair of ranks.
 SLOTS = 8
 _FLAG_BYTES = 64  # a flag's own cache line
+#: Exchanges under way from which on those that are over are looked for when another begins.
+_MANY = 64
 
 
 def header_bytes(world: int) -> int:
@@ -89,18 +92,16 @@ class PeerCopyExchange:
 
     def start(self, sends: Messages, receives: Messages, then: Round | None = None) -> Pending:
         """See :class:`Exchange`."""
-        if not any(tensor.numel() for messages in (sends, receives, *(then or ())) for _, tensor in messages):
-            return Done()
-        now = self._streams.record(self._streams.current())
-        return self._post(sends, receives, then, now, now)
+        return self._post(sends, receives, then, self._streams.current(), None)
 
     def expect(self, receives: Messages, *, sends: bool) -> Expected:
         """See :class:`Exchange`. A rank that sends nothing in the exchange queues its pulls at once. One that sends
         packs first, so that no stream of its own can ever stand between its packing and a peer that waits for it."""
-        free = self._streams.record(self._streams.current())
+        current = self._streams.current()
+        free = self._streams.record(current) if receives else None
         if sends:
-            return _Later(lambda messages: self._post(messages, receives, None, None, free))
-        pending = self._post((), receives, None, None, free)
+            return _Later(lambda messages: self._post(messages, receives, None, self._streams.current(), free))
+        pending = self._post((), receives, None, current, free)
 
         def nothing(messages: Messages) -> Pending:
             if any(tensor.numel() for _, tensor in messages):
@@ -115,26 +116,29 @@ class PeerCopyExchange:
             for which in (0, 1):
                 self._streams.write(self._streams.rescue(), self._flag(self._rank, which, peer), 2**30)
 
-    def _post(self, sends: Messages, receives: Messages, then: Round | None, ready: Any, free: Any) -> Pending:
-        """Queues an exchange.
+    def _post(self, sends: Messages, receives: Messages, then: Round | None, current: Any, free: Any) -> Pending:
+        """Queues an exchange, with no more events than it needs: small steps feel each of them.
 
         Args:
-            ready: event after which there is what is sent; None: now.
-            free: event after which the destinations may be written.
+            current: the caller's stream.
+            free: event after which the destinations may be written; None: now.
         """
         streams = self._streams
-        pulled = packed = None
+        now = pulled = packed = None
         held = False
-        for i, (out, into) in enumerate(((sends, receives), then or ((), ()))):
+        for i, (out, into) in enumerate(((sends, receives), then) if then else ((sends, receives),)):
             sizes, expected = _sizes(out), _sizes(into)
             changed = any(size for _, size in sizes) and self._change_rings()
             operations = self._slots.operations(self._rings, sizes, expected)
             early = [op for op in operations if op.packs and op.round == 0 and i == 0]
             late = operations[len(early) :]
+            packs, pulls = any(op.packs for op in late), any(not op.packs for op in late)
+            if now is None and (then or packs or (pulls and free is None)):
+                now = streams.record(current)  # in front of what is packed there
             if early:
-                self._pack_now(early, out, changed)
-            if any(op.packs for op in late):
-                streams.hold(streams.outbox, streams.record(streams.current()) if ready is None else ready)
+                self._pack_now(early, out, current, changed)
+            if packs:
+                streams.hold(streams.outbox, now)
                 if i and pulled is not None:
                     streams.hold(streams.outbox, pulled)
             for op in late:
@@ -142,12 +146,12 @@ class PeerCopyExchange:
                     self._pack(streams.outbox, op, out)
                     continue
                 if not held:
-                    streams.hold(streams.inbox, free)
+                    streams.hold(streams.inbox, now if free is None else free)
                     held = True
                 self._pull(op, into)
-            if any(op.packs for op in late):
+            if packs:
                 packed = streams.record(streams.outbox)
-            if any(not op.packs for op in late):
+            if pulls:
                 pulled = streams.record(streams.inbox)
         events = [event for event in (packed, pulled) if event is not None]
         if not events:
@@ -164,10 +168,9 @@ class PeerCopyExchange:
             self._streams.wait_until(self._streams.outbox, self._flag(self._rank, 1, peer), count)
         return bool(full)
 
-    def _pack_now(self, operations: list[Operation], messages: Messages, changed: bool) -> None:
+    def _pack_now(self, operations: list[Operation], messages: Messages, current: Any, changed: bool) -> None:
         """Packs on the caller's stream; the slots are free once the outbox has seen it."""
         streams = self._streams
-        current = streams.current()
         if changed or any(op.number >= SLOTS for op in operations):
             for op in operations:
                 self._wait_for_slot(op)
@@ -190,17 +193,15 @@ class PeerCopyExchange:
 
     def _copy_in(self, stream: Any, op: Operation, messages: Messages) -> None:
         slot = self._slot(self._rank, op.peer, op.number)
-        for piece in op.pieces:
-            source = messages[piece.message][1].data_ptr()
-            self._streams.copy(stream, slot + piece.at, source + piece.start, piece.size)
+        for at, source, size in _ranges(op, messages):
+            self._streams.copy(stream, slot + at, source, size)
 
     def _pull(self, op: Operation, messages: Messages) -> None:
         streams, stream = self._streams, self._streams.inbox
         streams.wait_until(stream, self._flag(self._rank, 0, op.peer), op.number + 1)
         slot = self._slot(op.peer, self._rank, op.number)
-        for piece in op.pieces:
-            to = messages[piece.message][1].data_ptr()
-            streams.copy(stream, to + piece.start, slot + piece.at, piece.size)
+        for at, to, size in _ranges(op, messages):
+            streams.copy(stream, to, slot + at, size)
         streams.write(stream, self._flag(op.peer, 1, self._rank), op.number + 1)
 
     def _flag(self, owner: int, which: int, peer: int) -> int:
@@ -211,12 +212,34 @@ class PeerCopyExchange:
         return self._memory[sender] + self._header + self._rings.slot(sender, receiver, number)
 
 
-def _sizes(messages: Messages) -> list[tuple[int, int]]:
+def _sizes(messages: Messages) -> tuple[tuple[int, int], ...]:
     """Peer and bytes of each."""
     for _, tensor in messages:
         if not tensor.is_contiguous():
             raise ValueError(f"rows to send or receive must be contiguous, got strides {tensor.stride()}")
-    return [(peer, tensor.nbytes) for peer, tensor in messages]
+    return tuple([(peer, tensor.nbytes) for peer, tensor in messages])
+
+
+def _ranges(op: Operation, messages: Messages) -> list[tuple[int, int, int]]:
+    """Ranges of bytes to copy: place in the slot, address, size. Pieces are joined that touch on both sides and are of
+    one buffer, such as runs of neighbouring rows: every copy takes of the host's time. (No copy may pass from one
+    allocation of the device to another one, however they lie.)"""
+    ranges: list[tuple[int, int, int]] = []
+    end = end_at = -1
+    last: torch.Tensor | None = None
+    for piece in op.pieces:
+        tensor = messages[piece.message][1]
+        address, at, size = tensor.data_ptr() + piece.start, piece.at, piece.size
+        if address == end and at == end_at and last is not None and _one_buffer(tensor, last):
+            at, address, before = ranges.pop()
+            size += before
+        ranges.append((at, address, size))
+        end, end_at, last = address + size, at + size, tensor
+    return ranges
+
+
+def _one_buffer(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 class _Later:
@@ -235,8 +258,9 @@ class _Queued:
         if self._waited:
             return
         self._waited = True
+        current = self._streams.current()
         for event in self._events:
-            self._streams.hold(self._streams.current(), event)
+            self._streams.hold(current, event)
         self._keep = None
 
     def over(self) -> bool:
@@ -253,10 +277,11 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def add(self, pending: _Queued) -> None:
-        """Watches an exchange; it is kept, with its tensors, until it is over."""
+        """Watches an exchange; it is kept, with its tensors, at least until it is over."""
         with self._lock:
-            while self._under_way and self._under_way[0][1].over():
-                self._under_way.popleft()
+            if len(self._under_way) >= _MANY:  # not at every exchange: asking the device takes of the host's time
+                while self._under_way and self._under_way[0][1].over():
+                    self._under_way.popleft()
             self._under_way.append((time.monotonic(), pending))
         if self._timeout is not None and self._thread is None:
             self._thread = threading.Thread(
@@ -264,15 +289,19 @@ class _Watch:
             )
             self._thread.start()
 
+    def late(self, timeout: float) -> bool:
+        """Whether an exchange is not over that began so many seconds ago."""
+        with self._lock:
+            while self._under_way and time.monotonic() - self._under_way[0][0] > timeout:
+                if not self._under_way[0][1].over():
+                    return True
+                self._under_way.popleft()
+        return False
+
     def _look(self, timeout: float) -> None:
         while True:
             time.sleep(min(5.0, timeout / 4))
-            with self._lock:
-                late = bool(self._under_way) and time.monotonic() - self._under_way[0][0] > timeout
-                if late and self._under_way[0][1].over():
-                    self._under_way.popleft()
-                    late = False
-            if late:
+            if self.late(timeout):
                 print(
                     f"distca: an exchange by peer copies was not over after {timeout:g} s on {self._who}: "
                     "another rank stopped, or is that slow (then raise `timeout_seconds`). This process ends.",

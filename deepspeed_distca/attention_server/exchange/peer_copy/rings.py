@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 #: Bytes to whose multiples slots, and the messages' places in them, are rounded.
 ALIGNMENT = 256
@@ -23,6 +24,11 @@ class Rings:
     slots: int
     starts: tuple[tuple[int, ...], ...]
     slot_bytes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def received_bytes(self) -> tuple[tuple[int, ...], ...]:
+        """``slot_bytes`` by receiver and sender."""
+        return tuple(zip(*self.slot_bytes, strict=True))
 
     def slot(self, sender: int, receiver: int, number: int) -> int:
         """First byte of the slot of a chunk."""

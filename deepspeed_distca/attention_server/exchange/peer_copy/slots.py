@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from deepspeed_distca.attention_server.exchange.peer_copy.rings import ALIGNMENT, Rings
 
@@ -37,8 +38,7 @@ class Piece:
     size: int
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):  # made for every layer: a dataclass would take longer
     """Packing of a chunk for a peer, or pulling of one from it.
 
     Attributes:
@@ -85,9 +85,9 @@ class PeerSlots:
             rings: the same on all ranks.
             sends, receives: peer and bytes of each message; between two ranks both list them in the same order.
         """
-        out, into = rings.slot_bytes[self._rank], tuple(row[self._rank] for row in rings.slot_bytes)
+        out, into = rings.slot_bytes[self._rank], rings.received_bytes[self._rank]
         numbered = []
-        found = _operations(rings.slots, tuple(out), into, tuple(sends), tuple(receives))
+        found = _operations(rings.slots, out, into, tuple(sends), tuple(receives))
         for op in found:
             before = (self._packed if op.packs else self._pulled)[op.peer]
             numbered.append(Operation(op.packs, op.peer, before + op.number, op.round, op.pieces))

@@ -166,8 +166,10 @@ class ForwardSteps(_Steps):
             self._results[i] = out, lse, None
             return at_home()
 
-        lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
-        stats = list(consecutive(lse_back, p.returned))
+        lse_back, stats = None, []
+        if p.returned:
+            lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
+            stats = list(consecutive(lse_back, p.returned))
         returning = self._exchange.expect([*home_rows(out, p.q_out), *stats[: len(p.q_out)]], sends=bool(p.q_in))
 
         def away() -> tuple:
@@ -177,7 +179,7 @@ class ForwardSteps(_Steps):
             if len(p.remote):
                 q_work, k_work, v_work = self._work
                 out_work, lse_work = kernel.forward(q_work, k_work, v_work, p.remote, spec)
-                lse_work = _transposed(lse_work)
+                lse_work = _permuted(lse_work, 1, 0)
                 results = [*work_rows(out_work, p.q_in), *work_rows(lse_work, p.q_in)]
             return out_work, lse_work, results, returning.start(results) if self._exchange.early else None
 
@@ -193,8 +195,9 @@ class ForwardSteps(_Steps):
     def collect(self, i: int) -> tuple[torch.Tensor, ...]:
         """q, k, v, out [rows, q_heads, v_head_dim] and lse [q_heads, rows] of part i, once its results are there."""
         out, lse, lse_back = self._results.pop(i)
-        if lse_back is not None:
+        if i in self._returning:
             self._returning[i].wait()
+        if lse_back is not None:
             lse.index_copy_(1, self._phase.parts[i].plan.returned_rows(out.device), lse_back.t())
         return self._q[i], *self._keys[i], out, lse
 
@@ -271,15 +274,15 @@ class BackwardSteps(_Steps):
         receives: list = list(home_rows(dq, p.q_out))
         last_receives: list = []
         for j, server in zip(self._phase.keys_after(i), complete, strict=True):
-            self._keys_back[j], self._relayed_back[j] = (
-                tuple(t.new_empty((sum(run.rows for run in runs), *t.shape[1:])) for t in self._home_sums)
-                for runs in (server.kv_out, server.relay_out)
-            )
-            for back in self._keys_back[j]:
+            if server.touched:
+                self._keys_back[j] = self._buffers(server.kv_out)
+            if server.relay_out or server.back_in:
+                self._relayed_back[j] = self._buffers(server.relay_out)
+            for back in self._keys_back.get(j, ()):
                 messages = consecutive(back, server.kv_out)
                 receives += compress(messages, ~server.routes.kv_out_relayed)
                 last_receives += compress(messages, server.routes.kv_out_relayed)
-            receives += [m for back in self._relayed_back[j] for m in consecutive(back, server.relay_out)]
+            receives += [m for back in self._relayed_back.get(j, ()) for m in consecutive(back, server.relay_out)]
         returning = self._exchange.expect(receives, sends=bool(p.q_in or any(s.kv_in for s in complete)))
 
         def away() -> tuple:
@@ -301,6 +304,11 @@ class BackwardSteps(_Steps):
         if i == 0:
             self._work = []
 
+    def _buffers(self, runs: list[Run]) -> tuple[torch.Tensor, ...]:
+        """Into which contributions to dk and to dv are received, those of the runs one after another."""
+        rows = sum(run.rows for run in runs)
+        return tuple(t.new_empty((rows, *t.shape[1:])) for t in self._home_sums)
+
     def _return_sums(self, i: int, receives: Messages, dtype: torch.dtype) -> None:
         """The second round: gradients of keys that were sent on go home, once what others have of them is added. What
         the caller queues from now on need not wait for that, where there is a side stream."""
@@ -311,7 +319,7 @@ class BackwardSteps(_Steps):
             for j in self._phase.keys_after(i):
                 server = self._phase.parts[j].plan
                 totals = () if self._work_sums is None else self._work_sums.totals
-                for total, back in zip(totals, self._relayed_back[j], strict=False):
+                for total, back in zip(totals, self._relayed_back.get(j, ()), strict=False):
                     accumulate(server.relayed_sums, total, [back])
                     sends += _in_dtype(total, server.back_in, dtype)
             self._sums_returning[i] = self._exchange.start(sends, receives)
@@ -328,8 +336,7 @@ class BackwardSteps(_Steps):
             for j, pending in returning.items():
                 if j == i or i in self._phase.keys_after(j):
                     pending.wait()
-        rows = slice(part.first, part.first + part.rows)
-        sums = [total[rows] for total in self._home_sums]
+        sums = [_rows(total, part.first, part.first + part.rows) for total in self._home_sums]
         if i in self._keys_back:
             sources = [self._keys_back[i]]
             if self._work_sums is not None:
@@ -342,7 +349,7 @@ class BackwardSteps(_Steps):
     def _at_home(self, part: Part, i: int) -> None:
         given, delta = self._given[i], self._delta[i]
         k, v = self._keys_in_place(part, i, {j: (g.k, g.v) for j, g in self._given.items()})
-        dk, dv = (total[part.k_first : part.first + part.rows] for total in self._home_sums)
+        dk, dv = (_rows(total, part.k_first, part.first + part.rows) for total in self._home_sums)
 
         inputs = BackwardInputs(given.q, k, v, given.dout, given.lse, given.out if delta is None else None, delta)
 
@@ -382,7 +389,7 @@ def serve_backward(
         work: q, dout, stats [rows, 2, q_heads] (lse and delta), k and v of the workspace.
     """
     q, dout, stats, k, v = work
-    lse, delta = (_transposed(t) for t in stats.unbind(1))
+    lse, delta = _permuted(stats, 1, 2, 0).unbind()
     dq, inputs = borrowed.empty_like(q), BackwardInputs(q, k, v, dout, lse, delta=delta)
 
     def run(tasks: TaskBatch, dk: torch.Tensor, dv: torch.Tensor) -> None:
@@ -424,12 +431,18 @@ class WorkspaceGradients:
             run(tasks, *self._apart)
             for total, contribution in zip(self.totals, self._apart, strict=True):
                 for span in tasks.key_spans:
-                    total[span] += contribution[span]
+                    total[span].add_(contribution[span])  # += would also assign
 
 
-def _transposed(x: torch.Tensor) -> torch.Tensor:
-    """Its transpose, contiguous."""
-    return borrowed.empty_like(x.t(), memory_format=torch.contiguous_format).copy_(x.t())
+def _rows(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """x[first:last]; no view, which takes of the host, where that is all of it."""
+    return x if last - first == len(x) else x[first:last]
+
+
+def _permuted(x: torch.Tensor, *order: int) -> torch.Tensor:
+    """Its dimensions in another order, contiguous."""
+    x = x.permute(order)
+    return borrowed.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
 
 
 def _in_dtype(work: torch.Tensor, runs: list[Run], dtype: torch.dtype) -> Messages:

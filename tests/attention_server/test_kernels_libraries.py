@@ -13,6 +13,7 @@ import torch
 
 from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, KernelError, make_kernel
 from deepspeed_distca.attention_server.kernels import packed as packed_module
+from deepspeed_distca.attention_server.kernels.api import new_outputs
 from deepspeed_distca.attention_server.kernels.libraries import out_from_delta
 from deepspeed_distca.attention_server.kernels.packed import PackedRows
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
@@ -567,6 +568,36 @@ def test_flash_attention_4_runs_in_place_unless_no_order_ascends(install):
         grads = Gradients(*(torch.zeros_like(x) for x in (q, k, v)))
         kernel.backward(BackwardInputs(q, k, v, q, lse, out), tasks, spec, grads)
         assert (seen[-1] == q.data_ptr()) == in_place, make_batch.__name__
+
+
+def test_flash_attention_4_prepares_delta_once_for_all_tasks_that_share_keys(install):
+    """A server calls it for one wave of them after the other, with the same inputs."""
+    kernel, _ = install("flash_attn_4")
+    library = sys.modules["flash_attn.cute.interface"]
+    seen, original = [], library._flash_attn_bwd
+
+    def spy(q, k, v, out, *args, dlse, **kwargs):
+        seen.append((out, dlse))
+        return original(q, k, v, out, *args, dlse=dlse, **kwargs)
+
+    library._flash_attn_bwd = spy
+    waves = [TaskBatch(int64(first), int64(40), int64(0), int64(100), 80, 100) for first in (0, 40)]
+    q, k, v = (torch.randn(n, 2, 8).bfloat16() for n in (80, 100, 100))
+    dout, spec = torch.randn_like(q), AttentionSpec(0.3)
+    out, lse = new_outputs(q, v)
+    for tasks in waves:
+        kernel.forward(q, k, v, tasks, spec, (out, lse))
+    delta = (dout.float() * out.float()).sum(-1).t().contiguous()
+    inputs = BackwardInputs(q, k, v, dout, lse, delta=delta.clone())
+    for tasks in waves:
+        got, expected = (Gradients(*(torch.zeros_like(x) for x in (q, k, v))) for _ in range(2))
+        kernel.backward(inputs, tasks, spec, got)
+        kernel.backward(BackwardInputs(q, k, v, dout, lse, out=out), tasks, spec, expected)
+        for name in ("dq", "dk", "dv"):
+            assert error(getattr(got, name), getattr(expected, name)) < 1e-2, name
+    first, _, second, _ = seen
+    assert first[0] is second[0] and first[1] is second[1]
+    assert not first[0].any() and torch.equal(first[1], -delta) and torch.equal(inputs.delta, delta)
 
 
 @pytest.mark.parametrize("make_batch", [reordered_batch, crossed_batch])

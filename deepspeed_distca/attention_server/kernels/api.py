@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from deepspeed_distca.attention_server import borrowed
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
+
+Made = TypeVar("Made")
 
 # Flash-attention kernels address a buffer with 32-bit element offsets in places; a larger buffer is refused.
 MAX_ELEMENTS = 2**31
@@ -51,6 +54,14 @@ class BackwardInputs:
     lse: torch.Tensor
     out: torch.Tensor | None = None
     delta: torch.Tensor | None = None
+    _made: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def once(self, make: Callable[[BackwardInputs], Made]) -> Made:
+        """``make(self)``, called once and kept with the inputs: a server's calls for tasks that share keys have the
+        same ones. Nobody may write what it gives."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return self._made[make]
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,25 +143,14 @@ class FlashAttention4Kernel:
     def _launch_backward(
         self, inputs: BackwardInputs, ranges: DeviceTasks, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients
     ) -> None:
-        q, k, v, delta = inputs.q, inputs.k, inputs.v, inputs.delta
-        # A dout with strides has given wrong gradients where its offsets pass 2^31.
-        dout = inputs.dout.contiguous()
-        dlse = None
-        if inputs.out is not None:
-            out = inputs.out.contiguous()
-        elif delta is not None:
-            if _has_no_dlse(q, v):
-                out = out_from_delta(dout, delta)
-            else:
-                # The library forms rowsum(dout * out) - dlse: with out = 0 and dlse = -delta that is delta, exactly.
-                out = borrowed.zeros_like(dout)
-                dlse = torch.neg(delta, out=borrowed.empty_like(delta, dtype=torch.float32))
+        out, dlse = inputs.once(_out_and_dlse)
         self._backward(
-            q,
-            k,
-            v,
+            inputs.q,
+            inputs.k,
+            inputs.v,
             out,
-            dout,
+            # A dout with strides has given wrong gradients where its offsets pass 2^31.
+            inputs.dout.contiguous(),
             inputs.lse.contiguous(),
             **_ranges(ranges, tasks.max_q, tasks.max_k),
             **_mask(spec),
@@ -209,6 +198,19 @@ def _backward_places(tasks: TaskBatch, device: torch.device) -> _BackwardPlaces:
         return _BackwardPlaces(tasks.on(device), None)
     q_start, q_len, k_start, k_len = (x[order] for x in (tasks.q_start, tasks.q_len, tasks.k_start, tasks.k_len))
     return _BackwardPlaces(TaskBatch(q_start, q_len, k_start, k_len, tasks.q_rows, tasks.k_rows).on(device), None)
+
+
+def _out_and_dlse(inputs: BackwardInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What stands for the two where delta is given."""
+    if inputs.delta is None:
+        assert inputs.out is not None  # check_backward
+        return inputs.out.contiguous(), None
+    dout = inputs.dout.contiguous()
+    if _has_no_dlse(inputs.q, inputs.v):
+        return out_from_delta(dout, inputs.delta), None
+    # The library forms rowsum(dout * out) - dlse: with out = 0 and dlse = -delta that is delta, exactly.
+    dlse = torch.neg(inputs.delta, out=borrowed.empty_like(inputs.delta, dtype=torch.float32))
+    return borrowed.zeros_like(dout), dlse
 
 
 def _check_sizes(name: str, q: torch.Tensor, v: torch.Tensor) -> None:

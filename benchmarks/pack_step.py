@@ -5,7 +5,7 @@
     torchrun --nproc_per_node 2 benchmarks/pack_step.py --measure --zero 1 3 --json FILE --save FILE
 
 Predicted for Llama-3-8B on H200s, as `ds_distca advise` predicts (micro-batches without the optimizer; with 64 ranks
-in nodes of 8). "LPT" is what frameworks do that balance work, at the same
+in nodes of 8, and "ping_pong"). "LPT" is what frameworks do that balance work, at the same
 cap: the sequence with the most work next, to the least loaded place that has room, work being its matrix products and
 its attention by the cost model. Where ranks meet in every micro-batch (ZeRO-3, which gathers weights, and ZeRO-2),
 places are the ranks of as few micro-batches as it gets by with, and those of like work run together. Where ranks meet

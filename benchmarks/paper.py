@@ -10,10 +10,12 @@ tensor, context and data parallelism. 4D: with 4 pipeline stages beside it and 8
 each group sharing its documents, at its best degree; in 4D documents are dealt over all micro-batches. A server's link
 is its 8 NICs of 50 GB/s. Tensor parallelism gathers and scatters hidden states over NVLink, 4 times in a layer's
 forward and 6 in its backward, which nothing hides, for all policies alike. "WLB / plugin" are seconds of
-WLB, whose ranks wait for gathered keys, over those of the plugin with default options; "its exchange hidden" the same,
-were all that the plugin's ranks wait for rows hidden, which is what two nano-batches are for; "WLB's keys hidden" WLB
+WLB, whose ranks wait for gathered keys, over those of the plugin with default options: over nodes two nano-batches
+("ping_pong"), with "keep_attention" true; over pipelines "local_first", and plans that know no nodes. "Its exchange
+hidden" is the same, were all that rows and nano-batches cost the plugin ("exchange") nothing; "WLB's keys hidden" WLB
 with keys that travel under attention as far as that is long, over the plugin. The last columns are of a DeepSpeed
-user's set-up: no tensor parallelism, ZeRO-3, 65,536 tokens a GPU. Nothing is measured.
+user's set-up: no tensor parallelism, ZeRO-3, 65,536 tokens a GPU; there the 34B model has no memory for the attention
+of all layers, and "local_first". Nothing is measured.
 """
 
 from __future__ import annotations

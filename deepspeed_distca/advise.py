@@ -59,6 +59,7 @@ class Advice:
         balance, plain_ms, plugin_ms, ideal_ms, speed_up: median, tenth and ninetieth percentile over the
             micro-batches; milliseconds are of a step with one micro-batch.
         moved: the part of the micro-batches in which rows move.
+        overlap: with which the plugin's steps are predicted: what it is where the block leaves it out.
         steps_ms: of each micro-batch, without the plugin, with it, and with perfect balance.
         pays: whether to use it.
         why: in words.
@@ -74,6 +75,7 @@ class Advice:
     ideal_ms: tuple[float, float, float]
     speed_up: tuple[float, float, float]
     moved: float
+    overlap: str
     steps_ms: list[tuple[float, ...]]
     pays: bool
     why: str
@@ -89,7 +91,7 @@ class Advice:
         rows = (
             ("attention, largest / mean rank", self.balance, "{:.2f}"),
             ("a step without the plugin, ms", self.plain_ms, "{:.0f}"),
-            ("with it", self.plugin_ms, "{:.0f}"),
+            (f"with it, {self.overlap}", self.plugin_ms, "{:.0f}"),
             ("with perfect balance", self.ideal_ms, "{:.0f}"),
             ("speed-up", self.speed_up, "{:.2f}x"),
         )
@@ -139,6 +141,15 @@ def advise(
         why = f"leave it out: {gain}, there is little to gain"
     else:
         why = f"leave it out: {gain}, but moving rows costs as much; more than {tokens} tokens a rank may change that"
+    block, overlap = {"enabled": True}, training.overlap(ranks, tokens)
+    note = _NODES if ranks > NODE and training.options.nodes is None else ""
+    if pays and training.checkpointing and training.options.nodes is not None:
+        gib = f"{training.memory(ranks, tokens, kept=True) / 2**30:.0f} GiB of a rank by estimate"
+        if overlap == "ping_pong":
+            block["keep_attention"] = True
+            note = f'without `keep_attention` true, which needs {gib}, `overlap` would be "local_first"'
+        else:
+            note = f'`overlap` "ping_pong", which keeps attention of all checkpointed layers, would need {gib}'
     return Advice(
         described(lengths),
         len(found),
@@ -148,11 +159,12 @@ def advise(
         _spread(ideal * 1e3),
         _spread(plain / plugin),
         sum(p.moves for p in found) / len(found),
+        overlap,
         [tuple(step) for step in (np.stack([plain, plugin, ideal], axis=1) * 1e3).tolist()],
         bool(pays),
         why,
-        _NODES if ranks > NODE and training.options.nodes is None else "",
-        {"distca": {"enabled": True}} if pays else {},
+        note,
+        {"distca": block} if pays else {},
     )
 
 

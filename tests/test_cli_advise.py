@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,9 +71,24 @@ def test_the_text_says_what_to_do(advise) -> None:
     assert "--node-size was not given" in advise(UNEVEN * 4, ranks=16)[1]
     near, far = (json.loads(advise(UNEVEN * 4, "--json", *more, ranks=16)[1]) for more in ((), ("--node-size", "8")))
     assert far["block"] == {"distca": {"enabled": True}} and far["note"] == ""
+    assert (near["overlap"], far["overlap"]) == ("local_first", "ping_pong")
     assert near["plugin_ms"][0] <= far["plugin_ms"][0] <= far["plain_ms"][0]
     out = advise([8192, *[512] * 16] * 6, "--checkpointing", tokens=8192)[1]
     assert "leave it out" in out and "ds_config.json" not in out
+
+
+def test_the_block_keeps_attention_for_two_nano_batches(advise) -> None:
+    """Over nodes, under checkpointing, and only where there is memory for it."""
+    nodes = ("--node-size", "8", "--checkpointing")
+    out = advise(UNEVEN * 4, *nodes, "--liger", ranks=16)[1]
+    assert '"distca": {"enabled": true, "keep_attention": true}' in out and "with it, ping_pong" in out
+    assert re.search(r"without `keep_attention` true, which needs \d+ GiB .* `overlap` would be \"local_first\"", out)
+    one, less = (advise(UNEVEN * 4, *more, ranks=16)[1] for more in (("--checkpointing",), (*nodes, "--zero", "0")))
+    for out in (one, less):  # all states of an optimizer on each GPU leave none
+        assert '"distca": {"enabled": true}' in out and "keep_attention" not in out and "with it, local_first" in out
+    assert '`overlap` "ping_pong", which keeps' in less and '"ping_pong"' not in one
+    out = advise([4096] * 600, *nodes, ranks=16)[1]
+    assert "leave it out" in out and "keep" not in out
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

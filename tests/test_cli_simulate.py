@@ -48,6 +48,19 @@ def test_the_table_is_the_json(simulate) -> None:
     assert found["micro_batches"] == 4 and found["limits"] in out and "with the plugin a step is" in found["limits"]
 
 
+def test_it_says_with_which_overlap(simulate, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    for more, overlap in (
+        ((), "local_first"),
+        (("--nodes", "2"), "ping_pong"),
+        (("--nodes", "2", "--stages", "2", "--micro-batches", "2"), "local_first"),
+    ):
+        found = json.loads(simulate(LENGTHS, *more, "--json", "--html", str(report))[1])
+        assert found["overlap"] == overlap
+        assert f"\nthis plugin, {overlap} " in simulate(LENGTHS, *more)[1]
+        assert f"<tr class=ours><td>this plugin, {overlap}</td>" in report.read_text()
+
+
 def test_options_reach_the_step(simulate) -> None:
     def seconds(*more: str) -> dict[str, float]:
         return {row["policy"]: row["seconds"] for row in json.loads(simulate(LENGTHS, "--json", *more)[1])["policies"]}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +13,9 @@ from deepspeed_distca.report.figures import DOING, ROWS, Plan, batches, lines, l
 from deepspeed_distca.report.page import Page
 from deepspeed_distca.scheduler.cost_model import PHASES, Phase
 from deepspeed_distca.scheduler.routes import RouteCompiler
-from deepspeed_distca.scheduler.worth import Worth
 from deepspeed_distca.simulator.documents import in_words
 from deepspeed_distca.simulator.policies import IDEAL, OURS, PARTS, PLAIN
-from deepspeed_distca.simulator.step import Load, Loads, Training, plain, plugin
+from deepspeed_distca.simulator.step import Load, Loads, Training, plain, planner, plugin
 
 if TYPE_CHECKING:
     from deepspeed_distca.advise import Advice
@@ -104,7 +102,7 @@ def simulate_page(simulated: Simulated, scale: Mapping[int, Mapping[str, float]]
         ]
     )
     key = [(colour, name) for name, colour in _PART_COLOURS.items()]
-    shown = [(one.name, one.parts) for one in simulated.outcomes]
+    shown = [(simulated.name(one.name), one.parts) for one in simulated.outcomes]
     page.figure("parts", "A step by policy", "What its seconds go for.", stacked(shown, _PART_COLOURS), key)
     if len(scale) > 1:
         names = [one.name for one in simulated.outcomes if one.name != PLAIN]
@@ -117,7 +115,7 @@ def simulate_page(simulated: Simulated, scale: Mapping[int, Mapping[str, float]]
             "scale", "Speed-up over scale", words, lines(list(scale), series, "x"), [(c, n) for n, c, _ in series]
         )
     _layer(page, training, simulated.first, own.loads, ours.loads)
-    page.table("Policies", simulated.table(), OURS)
+    page.table("Policies", simulated.table(), simulated.name(OURS))
     return page
 
 
@@ -125,15 +123,7 @@ def _layer(page: Page, training: Training, layout: Layout, before: Loads, after:
     """Loads, plan and layer of a micro-batch, by layers of the first kind, over the ranks of a stage."""
     window = next(iter(training.model.windows))
     phase: Phase = "backward"
-    options = training.options
-    if options.nodes is not None and len(options.nodes.nodes) != layout.num_ranks:
-        nodes = type(options.nodes).of_size(
-            min(training.node_size(layout.num_ranks), layout.num_ranks), layout.num_ranks
-        )
-        options = replace(options, topology=nodes)
-    worth = Worth(
-        layout, window, phase, training.cost, options, early=options.nodes is None, layers=training.model.layers
-    )
+    worth = planner(training, layout, window, phase)
     tasks, _ = worth.spread(RouteCompiler(layout, worth.home.rows))
     plan = Plan.of(layout, tasks, training.cost, phase, window)
     words = "Attention of one layer's backward on every rank, the first micro-batch."

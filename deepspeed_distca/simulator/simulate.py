@@ -15,10 +15,8 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.simulator.documents import described, in_words, micro_batches, too_few
 from deepspeed_distca.simulator.policies import IDEAL, OURS, PLAIN, Outcome, outcomes
-from deepspeed_distca.simulator.step import Loads, Training
+from deepspeed_distca.simulator.step import MEMORY, Loads, Training
 
-#: Bytes of an H200's memory, by its data sheet.
-MEMORY = 141e9
 #: Of a step's seconds, what is waited for; the rest is work.
 WAITING = {
     "uneven work": "the busiest rank",
@@ -55,6 +53,15 @@ class Simulated:
     def __getitem__(self, name: str) -> Outcome:
         return next(one for one in self.outcomes if one.name == name)
 
+    @property
+    def overlap(self) -> str:
+        """Of the plugin's step."""
+        return self.training.overlap(self.ranks, self.tokens)
+
+    def name(self, policy: str) -> str:
+        """A policy's name to show; the plugin's with its overlap."""
+        return f"{policy}, {self.overlap}" if policy == OURS else policy
+
     def rate(self, one: Outcome) -> float:
         """Tokens a second and GPU."""
         stages = self.training.stages
@@ -83,7 +90,8 @@ class Simulated:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         about = {key: getattr(self, key) for key in ("ranks", "tokens", "context", "micro_batches", "documents")}
-        return {**about, "model": self.training.model.name, "policies": self.rows(), "limits": self.limits()}
+        about |= {"model": self.training.model.name, "overlap": self.overlap}
+        return {**about, "policies": self.rows(), "limits": self.limits()}
 
     def limits(self) -> str:
         """What a step with the plugin goes for, in words."""
@@ -99,7 +107,7 @@ class Simulated:
         head = ["policy", "degree", "seconds", "tokens/s/GPU", "of ideal", "MiB a rank", "GiB (est.)", "waits for"]
         return [head] + [
             [
-                row["policy"],
+                self.name(row["policy"]),
                 str(row["degree"]) if row["degree"] > 1 else "",
                 f"{row['seconds']:.3f}",
                 f"{row['tokens_per_second_per_gpu']:,.0f}",

@@ -8,8 +8,9 @@ and what comes at its end. One number in it was fitted to measured steps, :data:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Literal
 
 import numpy as np
 
@@ -17,7 +18,16 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel, Phase
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, home_tasks
-from deepspeed_distca.scheduler.worth import LINEAR_WORK, PLAIN_HOST, SEARCH, SEARCH_SEGMENT, PlanOptions, Worth
+from deepspeed_distca.scheduler.worth import (
+    IN_TWO,
+    LINEAR_WORK,
+    PLAIN_HOST,
+    SEARCH,
+    SEARCH_SEGMENT,
+    PlanOptions,
+    Worth,
+    seconds_in_two,
+)
 from deepspeed_distca.simulator.model import Model
 
 #: Seconds for each of matrix products that are neither these, at attention's rate, nor element-wise work, the loss or
@@ -25,6 +35,8 @@ from deepspeed_distca.simulator.model import Model
 OTHER = 0.137
 #: Bytes a second of an H200's memory, by its data sheet.
 MEMORY_RATE = 4.8e12
+#: Bytes of an H200's memory, by its data sheet, and the share that stays free where `keep_attention` is left out.
+MEMORY, FREE = 141e9, 0.15
 #: Bytes that the optimizer moves for each parameter that it keeps: torch's AdamW, tensor by tensor in fp32, and
 #: DeepSpeed's casts, norm and scaling of gradients around it.
 OPTIMIZER_BYTES = 104
@@ -98,6 +110,18 @@ class Training:
         moved = 0.0 if self.zero == 3 else 2 * self.gathered(2 * mine, replicas)
         return moved + OPTIMIZER_BYTES * mine / (replicas if self.zero else 1) / MEMORY_RATE
 
+    def overlap(self, ranks: int, tokens: int) -> Literal["local_first", "ping_pong"]:
+        """The plugin's `overlap`, where it is left out: two nano-batches over nodes, but not over pipelines. Under
+        checkpointing only with memory for attention of all layers, which `"keep_attention": true` has to say.
+
+        Args:
+            tokens: of the rank with the most of them.
+        """
+        if self.options.nodes is None or self.stages > 1:
+            return "local_first"
+        fits = self.memory(ranks, tokens, kept=True) <= (1 - FREE) * MEMORY
+        return "ping_pong" if fits or not self.checkpointing else "local_first"
+
     def memory(self, ranks: int, tokens: int, *, kept: bool, in_flight: int = 1) -> float:
         """Bytes of the fullest rank, an estimate: weights, gradients and the optimizer's states, what layers save for
         backward, and what one layer's backward or the logits need.
@@ -125,7 +149,8 @@ class Load:
 
     Attributes:
         linear, attention: seconds of each rank, float64 [num_ranks].
-        exposed: seconds in which a rank computes nothing for the sake of rows, float64 [num_ranks].
+        exposed: seconds that a rank takes longer for the sake of rows: it waits, or works in two nano-batches, float64
+            [num_ranks].
         host: seconds that the host takes.
         below: seconds of traffic under it that nothing shortens.
         sent: bytes of rows that each rank sends in a layer, float64 [num_ranks].
@@ -179,32 +204,54 @@ def plain(training: Training, layout: Layout) -> Loads:
     return found
 
 
+def planner(training: Training, layout: Layout, window: int | None, phase: Phase) -> Worth:
+    """What plans a phase of the layers of one kind as training does by default."""
+    cost, options = training.cost, training.options
+    early = options.nodes is None  # peer copies, within a node, send results as soon as they are there
+    if training.stages > 1:  # servers change from tick to tick: plans know no nodes, and NCCL carries rows
+        cost, early = cost if early else cost.over_nodes(), False
+        options = replace(options, topology=None)
+    in_two = training.overlap(layout.num_ranks, int(layout.tokens.max())) == "ping_pong"
+    layers = training.model.windows[window] // training.stages
+    return Worth(layout, window, phase, cost, options, early=early, in_two=in_two, layers=layers)
+
+
 def plugin(training: Training, layout: Layout, phases: tuple[Phase, ...] = PHASES) -> Loads:
     """As training plans it by default; checkpointing does not repeat attention."""
     found: Loads = {}
     cost, nodes = training.cost, training.options.nodes
-    early = nodes is None  # peer copies, within a node, send results as soon as they are there
-    for (window, layers), phase in product(training.model.windows.items(), phases):
-        worth = Worth(layout, window, phase, cost, training.options, early=early, layers=layers)
-        tasks, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
-        linear = training.linear(phase) * layout.tokens
+    spread = {}
+    for window, phase in product(training.model.windows, phases):
+        worth = planner(training, layout, window, phase)
+        spread[window, phase] = worth, *worth.spread(RouteCompiler(layout, worth.home.rows))
+    moves = any(compiler.moves_rows for _, _, compiler in spread.values())
+    in_two = moves and training.overlap(layout.num_ranks, int(layout.tokens.max())) == "ping_pong"
+    for (window, phase), (worth, tasks, compiler) in spread.items():
+        linear, attention = training.linear(phase) * layout.tokens, tasks.loads / UNITS_PER_SECOND
         below, host = training.zero_layer(phase, layout.num_ranks), training.host(phase)
+        if in_two:
+            host *= 2  # it goes through the layer twice
         if not compiler.moves_rows:
-            attention = worth.home.loads / UNITS_PER_SECOND
-            found[window, phase] = Load(linear, attention, host=host, below=below, meets=training.zero == 3)
+            exposed = IN_TWO * (linear + attention) if in_two else np.zeros(1)
+            found[window, phase] = Load(linear, attention, exposed, host, below, meets=training.zero == 3)
             continue
-        attention, seconds = tasks.loads / UNITS_PER_SECOND, worth.seconds(compiler)
         out, back = compiler.bytes_between(cost.heads, phase)
         sizes = out + back
         if nodes is not None and below:  # NICs carry ZeRO's traffic beside rows
             across = np.where(nodes.across, sizes, 0)
             below += float(cost.transfer_seconds(across.sum(axis=1), across.sum(axis=0), between_nodes=True).max())
-        moving = worth.moved(seconds, int(compiler.messages(phase).max()))[1] - PLAIN_HOST[phase]
+        if in_two:  # by all of the linear work, of which plans know the layer's products
+            waits = seconds_in_two(cost, linear, attention, out, back, nodes=nodes) - (linear + attention).max()
+        else:
+            linear = np.full_like(linear, linear.max())  # the last to finish it is waited for
+            if training.stages > 1:  # over the links that there are
+                worth = Worth(layout, window, phase, cost, training.options, early=False)
+            waits = max(worth.seconds(compiler) - attention.max(), 0.0)
         found[window, phase] = Load(
-            np.full_like(linear, linear.max()),  # the last to finish it is waited for
+            linear,
             attention,
-            exposed=np.full_like(linear, max(seconds - attention.max(), 0.0)),
-            host=host + moving,
+            exposed=np.full_like(linear, waits),
+            host=host + cost.moving_seconds(phase, int(compiler.messages(phase).max())),
             below=below,
             sent=sizes.sum(axis=1),
             meets=True,

@@ -30,7 +30,7 @@ def test_the_tables_are_what_the_script_says(ranks: int, cap: int) -> None:
         assert row["fullest"] <= 1 and row["batches"] <= row["lpt_batches"]
         # What the page says of the table.
         assert row["plugin_s"] <= 1.003 * row["lpt_s"]
-        assert row["plugin_s"] <= (1.07 if ranks == 64 else 1.008) * row["lpt_end_s"]
+        assert row["plugin_s"] <= (1.035 if ranks == 64 else 1.008) * row["lpt_end_s"]
         assert row["ideal_s"] >= 0.9 * row["plugin_s"] or mix == "answers, few" or ranks != 8
 
 

@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 
 from deepspeed_distca.advise import training_options
+from deepspeed_distca.huggingface.kept_layers import _MARGIN
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.pipeline.schedule import training_ticks
-from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, Phase
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.topology import Topology
+from deepspeed_distca.scheduler.worth import IN_TWO, PLAIN_HOST, Worth, seconds_in_two
 from deepspeed_distca.simulator import policies
 from deepspeed_distca.simulator.documents import micro_batches
 from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
 from deepspeed_distca.simulator.pipeline import one_forward_one_backward, ticks
 from deepspeed_distca.simulator.policies import IDEAL, OURS, PARTS, PLAIN, ROOM, outcomes, shared
-from deepspeed_distca.simulator.step import Load, Training, plain, plugin, seconds
+from deepspeed_distca.simulator.step import FREE, MEMORY, Load, Training, plain, planner, plugin, seconds
 
 TOKENS, RANKS = 16384, 16
 MODEL = Model.of(LLAMA_3_8B)
@@ -104,7 +107,7 @@ def test_dealt_documents_stay_whole_within_the_cap() -> None:
     assert policies.by_work(training(), np.array([3 * TOKENS]), np.array([0]), RANKS, TOKENS, 1) is None
 
 
-@pytest.mark.parametrize("more", [{}, {"checkpointing": True, "zero": 3}, {"stages": 2, "zero": 0}])
+@pytest.mark.parametrize("more", [{}, {"checkpointing": True, "zero": 3}, {"nodes": 1, "stages": 2, "zero": 0}])
 def test_parts_are_a_step_and_nothing_beats_the_ideal(more: dict) -> None:
     setting = training(**more)
     drawn = batches(3, ranks=RANKS // setting.stages)
@@ -120,6 +123,70 @@ def test_parts_are_a_step_and_nothing_beats_the_ideal(more: dict) -> None:
         own = [seconds(setting, plain(setting, one), TOKENS) + end for one in drawn]
         ours = [seconds(setting, plugin(setting, one), TOKENS) + end for one in drawn]
         assert (found[PLAIN].seconds, found[OURS].seconds) == pytest.approx((np.mean(own), np.mean(ours)))
+
+
+def test_over_nodes_the_plugin_runs_in_two_where_training_does() -> None:
+    """docs/nodes.md: not within a node, not over pipelines, under checkpointing with memory for all attention."""
+    assert training(1).overlap(RANKS, TOKENS) == "local_first"
+    assert training().overlap(RANKS, TOKENS) == "ping_pong"
+    assert training(stages=2).overlap(RANKS, TOKENS) == "local_first"
+    kept = training(checkpointing=True)
+    most = int((1 - FREE) * MEMORY * TOKENS / kept.memory(RANKS, TOKENS, kept=True))
+    while kept.memory(RANKS, most, kept=True) < (1 - FREE) * MEMORY:
+        most += 64
+    assert kept.overlap(RANKS, most - 64) == "ping_pong" and kept.overlap(RANKS, most) == "local_first"
+    assert training().overlap(RANKS, most) == "ping_pong" and FREE == _MARGIN
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_nano_batches_hide_rows_under_all_of_a_layer(checkpointing: bool) -> None:
+    """Counted anew from the plans that are chosen for them, by the linear work that a step has."""
+    setting, (layout,) = training(checkpointing=checkpointing), batches(1)
+    for phase in PHASES:
+        worth = Worth(layout, None, phase, setting.cost, setting.options, early=False, in_two=True, layers=32)
+        tasks, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
+        assert compiler.moves_rows
+        linear, rows = setting.linear(phase) * layout.tokens, compiler.bytes_between(MODEL.heads, phase)
+        takes = seconds_in_two(setting.cost, linear, tasks.loads / 1e15, *rows, nodes=setting.options.nodes)
+        load = plugin(setting, layout)[None, phase]
+        again = PLAIN_HOST["forward"] * (checkpointing and phase == "backward")
+        assert load.seconds == pytest.approx(takes, rel=1e-9) and load.meets
+        moving = setting.cost.moving_seconds(phase, int(compiler.messages(phase).max()))
+        assert load.host == pytest.approx(2 * (PLAIN_HOST[phase] + again) + moving)
+        whole = replace(setting, stages=2)
+        assert plugin(whole, layout)[None, phase].seconds > load.seconds
+
+
+def test_a_phase_without_rows_runs_in_two_beside_one_with_them() -> None:
+    """All of a micro-batch does; a micro-batch in which nothing moves runs whole."""
+    setting = replace(training(), model=replace(MODEL, windows={None: 16, 64: 16}))
+    (layout,) = batches(1)
+    loads = plugin(setting, layout)
+    still, moved = loads[64, "forward"], loads[None, "forward"]
+    assert not still.meets and moved.meets
+    assert still.seconds == pytest.approx((1 + IN_TWO) * (still.linear + still.attention).max())
+    even = Layout.from_lengths([[TOKENS]] * RANKS)
+    assert [load.seconds for load in plugin(setting, even).values()] == pytest.approx(
+        [load.seconds for load in plain(setting, even).values()]
+    )
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("phase", PHASES)
+def test_ticks_are_planned_without_nodes(nodes: int, phase: Phase) -> None:
+    """As PipelineRuntime does: it passes no topology, and every transfer is taken for one between nodes."""
+    layout = Layout.from_lengths([[65536], *[[16384] * 4] * (RANKS - 1)])
+    setting = training(nodes, stages=2)
+    cost, options = setting.cost, replace(setting.options, topology=None)
+    worth = Worth(layout, None, phase, cost if nodes == 1 else cost.over_nodes(), options, early=False, layers=16)
+    own = planner(setting, layout, None, phase)
+    (tasks, compiler), (found, _) = (one.spread(RouteCompiler(layout, one.home.rows)) for one in (worth, own))
+    assert np.array_equal(found.rows, tasks.rows) and own._search == worth._search
+    assert own.seconds(compiler) == worth.seconds(compiler)
+    load = plugin(setting, layout, (phase,))[None, phase]
+    there = Worth(layout, None, phase, cost, setting.options, early=False).seconds(compiler)  # by the links there are
+    assert load.meets and load.seconds == pytest.approx(setting.linear(phase) * 65536 + there)
+    assert nodes == 1 or there < worth.seconds(compiler)
 
 
 def test_ulysses_has_no_more_ranks_than_heads() -> None:

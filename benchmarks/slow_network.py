@@ -10,11 +10,11 @@ hidden size 256, 8/2 heads of 64, fp32, ZeRO-1) on the same documents in four wa
 `overlap` "local_first"; "nodes", the same in two nano-batches, as it is over nodes where nothing is said. Node 0's
 first rank has one document of all its tokens, every other rank short ones: there is a neighbour to take of it, and two
 ranks beyond the link. With --prolong documents are as long as ProLong's, shuffled by a seed, for ranks of 131072
-tokens. Documents are told by position ids alone. Losses of all are compared. MiB
-are those that the kernel counted at node 0's end of the link, both ways, in a step, less those of plain, which are
-DeepSpeed's; beside them stands what the plan says is sent across. What is left of the difference is what gloo and TCP
-put around it, and what ranks tell each other. Seconds are medians; they are those of a few cores that all ranks share,
-so that only the network's part means something.
+tokens. Documents are told by position ids alone. Trained are the projections to queries, so that DeepSpeed itself has
+little to send. Losses of all are compared. MiB are those that the kernel counted at node 0's end of the link, both
+ways, in a step, less those of plain, which are DeepSpeed's; beside them stands what the plan says is sent across.
+What is left of the difference is what gloo and TCP put around it, and what ranks tell each other. Seconds are
+medians; they are those of a few cores that all ranks share, so that only the network's part means something.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ NAMES = tuple(f"dca{os.getpid() % 10**6}{end}" for end in "ab")
 SKIPPED = 1
 #: Of ProLong's documents, that a rank's tokens stand for.
 CONTEXT = 131072
-#: An H200's rate by a core's, for a pair of query and key.
-CORE = 50_000
 ROOT = Path(__file__).parents[1]
 
 
@@ -47,6 +45,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="of a node")
     parser.add_argument("--tokens", type=int, default=2048, help="of a rank")
     parser.add_argument("--prolong", type=int, metavar="SEED", help="documents of ProLong's lengths, in this order")
+    parser.add_argument("--min-gain", type=float, default=0.04, help="the block's; 0: rows move whatever it costs")
     parser.add_argument("--steps", type=int, default=5, help="of which the first is not timed")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS[1:]), choices=KINDS[1:], help="beside plain")
     parser.add_argument("--save", type=Path, help="the table in Markdown")
@@ -100,13 +99,17 @@ def run(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for number, process in enumerate(start(kind, args, folder)):
         if process.wait(timeout=900):
             raise SystemExit((folder / f"{kind}{number}.log").read_text()[-4000:])
-    said = [line for line in (folder / f"{kind}0.log").read_text().splitlines() if line.startswith("distca: ")]
+    said = [
+        line
+        for line in (folder / f"{kind}0.log").read_text().splitlines()
+        if line.startswith(("distca: ", "measured: "))
+    ]
     return {**json.loads((folder / f"{kind}.json").read_text()), "said": said}
 
 
 def start(kind: str, args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[bytes]]:
     """torchrun in both namespaces, with their logs in the folder."""
-    asked = {name: vars(args)[name] for name in ("tokens", "ranks", "mbit", "steps")}
+    asked = {name: vars(args)[name] for name in ("tokens", "ranks", "mbit", "steps", "min_gain")}
     given = {"kind": kind, "folder": str(folder), "lengths": lengths_of(args), **asked}
     processes = []
     for number, name in enumerate(NAMES):
@@ -147,6 +150,7 @@ def table(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
     lines = [
         f"{args.ranks} ranks a node, {args.tokens} tokens a rank, {args.mbit} Mbit/s between nodes"
         + (":" if args.prolong is None else f", ProLong in order {args.prolong}:"),
+        *sorted({line for row in rows.values() for line in row["said"] if line.startswith("measured: ")}),
         "",
         "| | seconds of a step | balance | MiB across, counted | planned | largest error of a loss |",
         "|---|---|---|---|---|---|",
@@ -185,19 +189,22 @@ def worker(given: dict[str, Any]) -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
     if given["kind"] != "plain":
-        # Pairs alone, at about the rate of one core, and what the links carry.
-        area = CostModel.area(heads)
-        slow = {phase: {k: v * CORE for k, v in vars(area.phase(phase)).items()} for phase in PHASES}
-        values = {**area.to_dict(), **slow, "bytes_per_second": 10**9, "latency": 10**12}
-        values |= {"nic_bytes_per_second": given["mbit"] * 125_000, "nic_latency": 2 * 10**12}
+        # Pairs alone, and what the links carry, as `ds_distca profile` would find.
+        area, (rate, *seconds) = CostModel.area(heads), measure(heads, tokens, given["ranks"])
+        slow = {phase: {"pair": int(took * 2e15 / tokens**2)} for phase, took in zip(PHASES, seconds, strict=True)}
+        values = {**area.to_dict(), "bytes_per_second": 10**9, "latency": 10**12}
+        values |= {"nic_bytes_per_second": int(rate), "nic_latency": 2 * 10**12}
+        for phase in PHASES:
+            values[phase] = {**values[phase], **slow[phase]}
         if rank == 0:
+            print(f"measured: {rate / 1e6:.1f} MB/s between nodes, attention {seconds[0]:.3f} and {seconds[1]:.3f} s")
             Profile(Setting("cpu", "cpu", "reference", "fp32"), CostModel.from_dict(values)).save(path)
         dist.barrier()
         size = dist.get_world_size() if given["kind"] == "flat" else given["ranks"]
         config["distca"] = {
             "enabled": True,
             "cost_model": str(path),
-            "advanced": {"granularity": 64, "node_size": size, "min_gain": 0.04, "tolerance": 0.05},
+            "advanced": {"granularity": 64, "node_size": size, "min_gain": given["min_gain"], "tolerance": 0.05},
         }
         if given["kind"] == "whole":
             config["distca"]["overlap"] = "local_first"
@@ -208,6 +215,8 @@ def worker(given: dict[str, Any]) -> None:
             vocab_size=512, **sizes, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=tokens
         )
     )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
     engine, *_ = deepspeed.initialize(model=model, config=config)
     world = dist.get_world_size()
     lengths = given["lengths"]
@@ -243,6 +252,46 @@ def worker(given: dict[str, Any]) -> None:
         Path(given["folder"], f"{given['kind']}.json").write_text(json.dumps(record))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measure(heads: Any, tokens: int, ranks: int) -> tuple[float, float, float]:
+    """What the slowest rank finds while all are at it: bytes a second that it sends to its partner on the other node
+    and gets from there, and seconds of a document's attention, forward and backward."""
+    import torch
+    import torch.distributed as dist
+
+    from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, make_kernel
+    from deepspeed_distca.attention_server.rank_plan import RankPlan
+    from deepspeed_distca.attention_server.task_batch import AttentionSpec
+    from deepspeed_distca.layout import Layout
+    from deepspeed_distca.scheduler.routes import home_routes
+
+    sent, received = torch.zeros(2, 2**21)
+    partner = (dist.get_rank() + ranks) % (2 * ranks)
+    took = []
+    for _ in range(2):  # the first is to warm up
+        dist.barrier()
+        start = time.perf_counter()
+        works = [dist.isend(sent, partner), dist.irecv(received, partner)]
+        for work in works:
+            work.wait()
+        took.append(time.perf_counter() - start)
+    kernel, spec = make_kernel("reference"), AttentionSpec(heads.head_dim**-0.5)
+    tasks = RankPlan(home_routes(Layout.from_lengths([[tokens]]), 0)).local
+    q, k, v, dout = (
+        torch.randn(tokens, n, heads.head_dim) for n in (heads.query, heads.key_value, heads.key_value, heads.query)
+    )
+    for _ in range(2):
+        start = time.perf_counter()
+        out, lse = kernel.forward(q, k, v, tasks, spec)
+        forward = time.perf_counter() - start
+        gradients = Gradients(*map(torch.empty_like, (q, k, v)))
+        start = time.perf_counter()
+        kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, gradients)
+        backward = time.perf_counter() - start
+    found = torch.tensor([took[-1], forward, backward], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return sent.nbytes / float(found[0]), float(found[1]), float(found[2])
 
 
 def bytes_across() -> int:

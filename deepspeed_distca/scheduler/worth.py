@@ -257,7 +257,7 @@ class Worth:
         device, moving = self.whole - self.before + seconds, self._cost.moving_seconds(self._phase, messages)
         if not self._options.linear_flops:
             return device + moving, 0.0  # how far the host is ahead is not known
-        return device, PLAIN_HOST[self._phase] + moving
+        return device, (1 + self._in_two) * (PLAIN_HOST[self._phase] + moving)  # in two it goes through it twice
 
     def pays(self, seconds: float, messages: int) -> bool:
         """Whether moving rows saves at least the share ``min_gain`` of the phase: a step takes as long as the later of

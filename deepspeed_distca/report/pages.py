@@ -124,7 +124,7 @@ def _layer(page: Page, training: Training, layout: Layout, before: Loads, after:
     window = next(iter(training.model.windows))
     phase: Phase = "backward"
     worth = planner(training, layout, window, phase)
-    tasks, _ = worth.spread(RouteCompiler(layout, worth.home.rows))
+    tasks, _ = worth.spread(RouteCompiler(layout, worth.home.rows, training.options.nodes))
     plan = Plan.of(layout, tasks, training.cost, phase, window)
     words = "Attention of one layer's backward on every rank, the first micro-batch."
     page.figure("loads", "Loads", words, loads(*plan.loads()), _BEFORE_AFTER)

@@ -223,7 +223,7 @@ def plugin(training: Training, layout: Layout, phases: tuple[Phase, ...] = PHASE
     spread = {}
     for window, phase in product(training.model.windows, phases):
         worth = planner(training, layout, window, phase)
-        spread[window, phase] = worth, *worth.spread(RouteCompiler(layout, worth.home.rows))
+        spread[window, phase] = worth, *worth.spread(RouteCompiler(layout, worth.home.rows, nodes))
     moves = any(compiler.moves_rows for _, _, compiler in spread.values())
     in_two = moves and training.overlap(layout.num_ranks, int(layout.tokens.max())) == "ping_pong"
     for (window, phase), (worth, tasks, compiler) in spread.items():

@@ -257,7 +257,7 @@ class Runtime:
     @property
     def planner(self) -> MicroBatchPlanner:
         """Plans micro-batches as this engine does: for ``GlobalPackedLoader.plan_ahead``."""
-        return self.server.planner(in_two=self._ping_pong is not None)
+        return self.server.planner(in_two=self._ping_pong is not None and self._ping_pong.problem is None)
 
     def request(self, given: MicroBatch | Exception, device: torch.device) -> PlanRequest:
         """See ``huggingface.adapter.Planner``."""
@@ -288,17 +288,18 @@ class Runtime:
         """See ``huggingface.adapter.Planner``."""
         self._kept_layers.note(kept)
         self.server.note_kept(len(kept))
-        if self._ping_pong is not None and self.config.overlap is None:
-            problem = self._ping_pong.problem
+        turns = self._ping_pong
+        if turns is not None and self.config.overlap is None:
             if self._engine.is_compiled:
-                problem = "compiled graphs end where a forward is divided"
+                turns.problem = "compiled graphs end where a forward is divided"
             elif kept.wanted and self.config.keep_attention is None:
-                problem = (
+                turns.problem = (
                     "under activation checkpointing it keeps core attention of all layers; `keep_attention` true says "
                     "that there is memory for it"
                 )
-            if problem is not None:
-                self._stays_whole(problem)
+            # A forward that was divided needs the hooks until its backward: the next one is whole.
+            if turns.problem is not None and not turns.split:
+                self._stays_whole(turns.problem)
         if kept.wanted and self._kept_layers.measured and 2 * len(kept) < self._kept_said:
             self._kept_said = len(kept)  # and again when it is less than half of that
             print(

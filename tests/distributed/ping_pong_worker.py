@@ -123,7 +123,7 @@ def train_once(
     servers: int | None = None,
     block: dict | None = None,
     unable: Sequence[int] = (),
-    compiled: bool = False,
+    compiled: int | None = None,
 ) -> dict:
     """Loss and gradients of the second step over the layouts (one per micro-batch). The first step, with a learning
     rate of 0, begins with the forward that runs whole.
@@ -134,7 +134,7 @@ def train_once(
         servers: of a group, if not all ranks.
         block: further options of the plugin's.
         unable: ranks that find that they cannot run two nano-batches.
-        compiled: by engine.compile().
+        compiled: engine.compile() comes after so many forwards.
     """
     rng = np.random.default_rng(seed)
     layouts = [Layout.from_ranks(ranks).validate() for ranks in layouts]
@@ -142,8 +142,6 @@ def train_once(
     options = model or {}
     expected_loss, expected = reference(tiny_llama(seed, **options), batches)
     engine = engine_of(zero, len(layouts), checkpointing, seed, frozen, options, servers=servers, **(block or {}))
-    if compiled:
-        engine.compile(backend="eager")
     if dist.get_rank() in unable:
         engine.distca._ping_pong.problem = "there is none"
     parts = [rank_batch(d, layout, servers) for d, layout in zip(batches, layouts, strict=True)]
@@ -151,6 +149,8 @@ def train_once(
     losses, splits, gradients = [], [], {}
     for step in range(2):
         for index, part in enumerate(parts):
+            if len(splits) == compiled:
+                engine.compile(backend="eager")
             output = engine(**part, step_targets=step_targets)
             splits.append(split(engine))
             if step:

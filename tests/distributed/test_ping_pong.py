@@ -154,12 +154,20 @@ def test_not_chosen_where_it_would_not_do() -> None:
         dict(layouts=[OVER_NODES], zero=3, checkpointing=True, block=NODES),
         dict(layouts=[OVER_NODES], model={"rope_parameters": rope}, block=NODES),
         dict(layouts=[OVER_NODES], unable=[2], block=NODES),  # of one rank, and so of all
-        dict(layouts=[OVER_NODES], zero=3, compiled=True, block=NODES),
+        dict(layouts=[OVER_NODES], zero=3, compiled=0, block=NODES),
     ]
     for outcomes in run_ranks(WORKER + "train_cases", 4, cases=cases):
         for case, outcome in zip(cases, outcomes, strict=True):
             assert abs(outcome["loss"] - outcome["expected"]) / outcome["expected"] < TOLERANCE, (case, outcome)
             assert outcome["gradient_error"] < TOLERANCE and not any(outcome["splits"]), (case, outcome)
+
+
+def test_given_up_once_no_backward_needs_it() -> None:
+    case = dict(layouts=[OVER_NODES, OVER_NODES], zero=3, compiled=2, checkpointing=True)
+    case["block"] = {**NODES, "keep_attention": True}
+    for (outcome,) in run_ranks(WORKER + "train_cases", 4, cases=[case]):
+        assert abs(outcome["loss"] - outcome["expected"]) / outcome["expected"] < TOLERANCE, outcome
+        assert outcome["gradient_error"] < TOLERANCE and outcome["splits"] == [False, True, True, False], outcome
 
 
 @pytest.mark.parametrize("zero, checkpointing", [(3, True)])

@@ -137,8 +137,7 @@ def bench(mib: int = 128, repeats: int = 7) -> dict:
     rank, world, device, group = start(60)
     kinds: dict[str, Exchange] = {
         "nccl": make_exchange("nccl", group, device, timeout=30, staging_mib=1),
-        "peer_copy": peer_copies(group, device, 256, False),
-        "peer_copy, packed beside": peer_copies(group, device, 256, True),
+        "peer_copy": peer_copies(group, device, 256),
     }
     peers = [(rank + i) % world for i in range(1, world)]
     rows = (mib << 20) // (world - 1) // 2

@@ -7,6 +7,7 @@ The time limit of each test is pytest-timeout's, set in pyproject.toml.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 from collections.abc import Iterator
@@ -78,6 +79,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Tests, and DataLoaders' workers that they fork, collect their own garbage, not all that was imported."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton prints a page about what is left
 
 
 def _fixtures(item: pytest.Item) -> list[Any]:

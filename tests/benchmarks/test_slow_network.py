@@ -22,8 +22,9 @@ PATIENCE = 90
 
 
 @pytest.fixture(autouse=True)
-def possible() -> Iterator[None]:
+def possible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This machine lets us make namespaces, and a link that tc holds back."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # as harness.run_program has it
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("needs root, ip and tc")
     name = f"{slow_network.NAMES[0]}x"

@@ -18,6 +18,7 @@ from transformers import DataCollatorWithFlattening
 from deepspeed_distca.data import PackedSequenceCollator
 from deepspeed_distca.layout import Layout
 from tests.data.batches import assert_same
+from tests.distributed.harness import forking
 
 LENGTHS = [[7], [1], [1, 1, 1, 1], [9, 8, 8, 12, 8, 12], [2, 3, 5, 7, 11, 13], [3, 1, 6], [0, 4, 0, 2, 0]]
 TOKENS = ("input_ids", "labels", "shift_labels", "position_ids")
@@ -243,10 +244,13 @@ def test_unknown_keys_are_reported_once(caplog):
 # Loaders
 
 
+@pytest.mark.quick
 def test_in_worker_processes():
     features = make_features([5, 3, 8, 1, 2, 9], labels=True)
     collator = PackedSequenceCollator(max_tokens=16)
     restored = pickle.loads(pickle.dumps(collator))
-    loader = DataLoader(features, batch_size=2, collate_fn=restored, num_workers=2, multiprocessing_context="spawn")
+    # Workers that are given all they have, as spawned ones are, but have imported it already.
+    options = dict(num_workers=2, multiprocessing_context=forking())
+    loader = DataLoader(features, batch_size=2, collate_fn=restored, **options)
     for index, batch in enumerate(loader):
         assert_same(batch, collator(features[2 * index : 2 * index + 2]))

@@ -341,6 +341,7 @@ def test_a_script_that_python_itself_ends(tmp_path) -> None:
             str(tmp_path),
         ]
         environment = {**os.environ, **_environment(rank, 2, port), "OMP_NUM_THREADS": "1"}
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # as harness.run_program has it
         processes.append(
             subprocess.Popen(
                 command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -111,7 +111,11 @@ def _starts(function: Any, known: dict[Any, bool]) -> bool:
         return False
     if function not in known:
         known[function] = False  # while it is looked at
-        named = (function.__globals__.get(name) for name in _names(function.__code__))
+        names = list(_names(function.__code__))
+        named = [function.__globals__.get(name) for name in names]
+        # And what it may take from modules of the tests.
+        modules = [m for m in named if inspect.ismodule(m) and m.__name__.startswith("tests.")]
+        named += [getattr(module, name, None) for module in modules for name in names]
         known[function] = any(_starts(other, known) for other in named)
     return known[function]
 

@@ -160,6 +160,7 @@ def test_a_small_copy_keeps_a_layer_of_each_kind() -> None:
     assert config.num_hidden_layers == 12 and len(config.layer_types) == 12
 
 
+@pytest.mark.ranks
 def test_links_are_measured_by_processes_of_their_own() -> None:
     links = measure_links(2, "cpu")
     assert 1e5 < links.bytes_per_second < 1e12 and links.latency > 0

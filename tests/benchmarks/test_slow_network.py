@@ -19,6 +19,7 @@ from benchmarks import slow_network
 
 GIVEN = Namespace(mbit=200, ranks=2, tokens=1024, steps=2, prolong=None, min_gain=0.0, kinds=["nodes"])
 PATIENCE = 90
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(autouse=True)

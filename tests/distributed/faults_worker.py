@@ -179,5 +179,6 @@ def plant(fault: Fault, engine: Any) -> None:
 
 
 if __name__ == "__main__":
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as preload.py has it
     given = json.loads(sys.argv[1])
     script(Fault(given, Path(sys.argv[2])), given)

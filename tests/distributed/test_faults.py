@@ -328,6 +328,7 @@ def _check(case: Case) -> None:
         assert "Fatal Python error" not in text and "terminate called" not in text, report
 
 
+@pytest.mark.ranks
 def test_a_script_that_python_itself_ends(tmp_path) -> None:
     """The same as above, with interpreters of their own: what is called at exit, and that threads end well."""
     case = next(case for case in CASES if (case.fault, case.place) == ("raise", "between"))

@@ -181,7 +181,7 @@ def compiled_layers(seed: int, reentrant: bool) -> dict:
     plain = copy.deepcopy(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for layer in model.model.layers:
-        layer.compile(dynamic=True, backend="aot_eager")  # code that is made of graphs: see `compiled`
+        layer.compile(dynamic=True)
     return _errors(model, plain, seed)
 
 

@@ -58,7 +58,7 @@ def check_exact(documents, ranks: list[list[dict]]) -> None:
     assert all(targets == [*ids[1:], -100] for ids, targets in found)
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])  # with every length of a step: 1 + ranks % 3
 def test_every_document_once_over_any_number_of_ranks(ranks: int) -> None:
     documents = [*spread(120, seed=ranks), np.zeros(0, dtype=int), *corpus([1, 1, 2, 64 * ranks])]
     documents = [d for d in documents if len(d) <= 64 * ranks]

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import gcd
+from operator import gt
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from deepspeed_distca.layout import DOCUMENT, PIECE_END, PIECE_RANK, PIECE_START
 from deepspeed_distca.scheduler.balance import balance, row_costs
 from deepspeed_distca.scheduler.cost_model import CostModel, Phase, key_start
 from deepspeed_distca.scheduler.cuts import Cuts
-from deepspeed_distca.scheduler.holdings import number_documents
+from deepspeed_distca.scheduler.holdings import documents_in_order, number_documents
 from deepspeed_distca.scheduler.moves import Moves
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT, Shares
 from deepspeed_distca.scheduler.tasks import Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks, task_rows
@@ -32,7 +33,7 @@ from deepspeed_distca.scheduler.traffic import overlaps
 _NODES_PART = 2
 
 #: How often a node's work is shared out, as cuts add to the total of which limits are shares.
-_ATTEMPTS = 3
+_ATTEMPTS = 4
 
 
 def by_levels(
@@ -102,22 +103,34 @@ class _Levels:
         """Both levels, or None where a limit is not kept."""
         nodes = self._among_nodes()
         ranges = [node.pieces for node in nodes]
-        loads = [self._loads(node.pieces, len(node.shares.weights)) for node in nodes]
-        for _ in range(_ATTEMPTS):
-            total = sum(int(load.sum()) for load in loads)
-            for i, node in enumerate(nodes):
-                share = total * sum(node.shares.weights) // sum(self._weights)
-                if any(a > b for a, b in zip(loads[i].tolist(), node.shares.limits(share), strict=True)):
-                    ranges[i] = self._within(node, share)
-                    loads[i] = self._loads(ranges[i], len(node.shares.weights))
-        for i, node in enumerate(nodes):
-            document, start, end, place = ranges[i].T
-            ranges[i] = np.stack([self._ids[document], start, end, np.array([*node.servers, 0])[place]], axis=1)
-        rows = task_rows(np.concatenate(ranges), self._window)
+        loads = self._loads(ranges, nodes)
+        for attempt in range(_ATTEMPTS):
+            over = self._over(nodes, loads)
+            if not over or (attempt > 1 and any(sum(loads[i]) > sum(limits) for i, (_, limits) in over.items())):
+                break
+            for i, (share, _) in over.items():
+                ranges[i] = self._within(nodes[i], share)
+            for i, load in zip(over, self._loads([ranges[i] for i in over], [nodes[i] for i in over]), strict=True):
+                loads[i] = load
+        servers = np.concatenate([[*node.servers, 0] for node in nodes])
+        found = np.concatenate(ranges)
+        found[:, 0] = self._ids[found[:, 0]]
+        found[:, PIECE_RANK] = servers[found[:, PIECE_RANK] + _firsts(nodes, ranges)]
+        rows = task_rows(found, self._window)
         ranks = self._layout.num_ranks
-        computed = self._loads(rows[:, [TASK_DOCUMENT, Q_START, Q_END, SERVER]], ranks)
+        computed, before = (self._by_server(pieces, ranks) for pieces in (_ranges_of(rows), self._layout.pieces))
         kept = Shares(self._weights, ranks, self._tolerance).are_kept(computed.tolist())
-        return Tasks(rows, computed, self._loads(self._layout.pieces, ranks)) if kept else None
+        return Tasks(rows, computed, before) if kept else None
+
+    def _over(self, nodes: list[_Node], loads: list[list[int]]) -> dict[int, tuple[int, list[int]]]:
+        """The nodes of which a server exceeds its limit: the node's share in the work of all, and the limits."""
+        total, weight, found = sum(map(sum, loads)), sum(self._weights), {}
+        for i, node in enumerate(nodes):
+            share = total * sum(node.shares.weights) // weight
+            limits = node.shares.limits(share)
+            if any(map(gt, loads[i], limits)):
+                found[i] = share, limits
+        return found
 
     def _among_nodes(self) -> list[_Node]:
         """Every node with what it is to compute."""
@@ -163,8 +176,8 @@ class _Levels:
         moves = Moves(
             pieces=pieces,
             costs=self._costs(pieces),
-            documents=number_documents(pieces),
-            loads=self._loads(pieces, len(node.shares.weights)).tolist(),
+            documents=documents_in_order(pieces),  # numbered already
+            loads=self._by_server(pieces, len(node.shares.weights)).tolist(),
             shares=node.shares,
             cuts=Cuts(terms, self._window, self._granularity),
             window=self._window,
@@ -174,16 +187,36 @@ class _Levels:
             received_rows=[0] * len(node.shares.weights),
             assumed_total=share,
         )
-        return join_ranges(_sorted(moves.run()))
+        return join_ranges(_sorted(moves.run(patient=False)))
 
     def _costs(self, pieces: np.ndarray) -> np.ndarray:
         start, end = pieces[:, PIECE_START], pieces[:, PIECE_END]
         return self._cost.cost(start, end, key_start(start, self._window), self._window, self._phase)
 
-    def _loads(self, pieces: np.ndarray, servers: int) -> np.ndarray:
+    def _by_server(self, pieces: np.ndarray, servers: int) -> np.ndarray:
+        """Loads of servers that compute these ranges, int64 [servers]."""
         loads = np.zeros(servers, dtype=np.int64)
         np.add.at(loads, pieces[:, PIECE_RANK], self._costs(pieces))
         return loads
+
+    def _loads(self, ranges: list[np.ndarray], nodes: list[_Node]) -> list[list[int]]:
+        """Of each node, the loads of its servers and of all others, with these ranges."""
+        pieces = np.concatenate(ranges)
+        pieces[:, PIECE_RANK] += _firsts(nodes, ranges)
+        counts = [len(node.shares.weights) for node in nodes]
+        loads = self._by_server(pieces, sum(counts)).tolist()
+        return [loads[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
+def _firsts(nodes: list[_Node], ranges: list[np.ndarray]) -> np.ndarray:
+    """Where the places of each range's node begin, when those of one node follow on those of another."""
+    counts = np.array([len(node.shares.weights) for node in nodes])
+    return np.repeat(np.cumsum(counts) - counts, [len(pieces) for pieces in ranges])
+
+
+def _ranges_of(rows: np.ndarray) -> np.ndarray:
+    """``Tasks.rows`` as ranges [n, 4] (document, start, end, server)."""
+    return rows[:, [TASK_DOCUMENT, Q_START, Q_END, SERVER]]
 
 
 def _sorted(ranges: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import nsmallest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,9 @@ _HOLDERS = 4
 #: Rounds of levelling for each rank, after which the remaining imbalance stays: a guard, above what is needed.
 _LEVELLING = 2
 
+#: The part of all limits that loads leave, one in so many, where levelling is quick and does meet them.
+_SLACK = 500
+
 
 #: Queries [start, end) of a document that their home still computes: (cost, document, start, end). Plain tuples, of
 #: which there are many; they sort by cost.
@@ -46,7 +49,7 @@ class Move(NamedTuple):
         rows: query and key/value rows that the server will receive.
     """
 
-    score: object
+    score: Any
     server: int
     minus_end: int
     minus_start: int
@@ -112,8 +115,11 @@ class Moves:
         self._is_own = np.zeros(len(pieces), dtype=bool)
         self._add_givers([r for r, load in enumerate(loads) if load > self._limits[r]])
 
-    def run(self) -> np.ndarray:
+    def run(self, *, patient: bool = True) -> np.ndarray:
         """Moves until every server is within its limit or nothing helps.
+
+        Args:
+            patient: loads are levelled that together are as much as all limits, too, though it takes long.
 
         Returns:
             int64 [n, 4] (document, start, end, server): all query ranges, with the documents' ids.
@@ -123,7 +129,8 @@ class Moves:
         # Who gave a costly piece as a whole may have room again, and often the keys of what others still have to give.
         self._fill(givers, self._shares.least_room, givers)
         self._empty()
-        self._level()
+        if patient or self._total <= sum(self._limits) * (_SLACK - 1) // _SLACK:
+            self._level()
         # Of documents of which nothing moved all pieces are where they were.
         ids, documents = self._documents.ids, self._documents.of_piece
         moved = {document for document, _, _, _ in self._moved}
@@ -221,7 +228,7 @@ class Moves:
             piece = own[-1]
             cost, document, start, end = piece
             if not self._holdings.is_whole(document):
-                move = self._move(None, server, piece, start, end, 0, None)
+                move = self._move(server, piece, start, end, 0)
                 if move is None:
                     break
                 self._take(giver, move)
@@ -305,38 +312,48 @@ class Moves:
     def _better(self, best: Move | None, server: int, piece: Piece, wanted: int) -> Move | None:
         """The better of `best` and the moves of a part of `piece` to `server` that take `wanted` off the giver, or as
         much of it as there is room for: its head, its tail, or all of it."""
-        cost, _, start, end = piece
+        whole, _, start, end = piece
         room, cuts = self._room[server], self._cuts
         below, above = self._savings(server, piece)
-        if cost - below - above > min(room, wanted):
+        joined = whole - below - above
+        if joined > min(room, wanted):
             lowest, highest = cuts.limits(start, end, self._shard)
             if lowest <= highest:
-                kept = cost - wanted  # what may stay with the giver
+                kept = whole - wanted  # what may stay with the giver
                 x = min(cuts.head_within(start, end, room + below), cuts.tail_within(start, end, kept))
                 x = min(max(x, lowest), highest)
-                best = self._least(best, self._move(wanted, server, piece, start, x, below, room))
+                cost = cuts.cost(start, x) - below
+                if cost <= room:
+                    best = self._least(best, server, piece, start, x, whole - cuts.cost(x, end), cost, wanted)
                 x = max(cuts.tail_within(start, end, room + above), cuts.head_within(start, end, kept))
                 x = min(max(x, lowest), highest)
-                best = self._least(best, self._move(wanted, server, piece, x, end, above, room))
-        if cost - below - above <= room:
-            best = self._least(best, self._move(wanted, server, piece, start, end, below + above, room))
+                cost = cuts.cost(x, end) - above
+                if cost <= room:
+                    best = self._least(best, server, piece, x, end, whole - cuts.cost(start, x), cost, wanted)
+        if joined <= room:
+            best = self._least(best, server, piece, start, end, whole, joined, wanted)
         return best
 
-    @staticmethod
-    def _least(one: Move | None, other: Move | None) -> Move | None:
-        if one is None or other is None:
-            return other or one
-        return other if other[:4] < one[:4] else one
-
-    def _move(
-        self, wanted: int | None, server: int, piece: Piece, a: int, b: int, saved: int, room: int | None
+    def _least(
+        self, best: Move | None, server: int, piece: Piece, a: int, b: int, relief: int, cost: int, wanted: int
     ) -> Move | None:
-        """The move of [a, b) of a piece, or None where it does not fit.
+        """The better of `best` and the move of [a, b) of a piece, if that is one."""
+        if relief <= 0:
+            return best
+        rows = b - a
+        missing = self._holdings.missing(piece[1], server, a, b)
+        if self._cap is not None and not self._may_receive(server, rows + missing):
+            return best
+        score = ((rows * self._q_cost + missing * self._kv_cost + cost - relief) << 20) // min(relief, wanted)
+        if best is not None and (best[0] < score or (best[0] == score and best[1:4] <= (server, -b, -a))):
+            return best
+        return Move(score, server, -b, -a, piece, relief, cost, rows + missing)
+
+    def _move(self, server: int, piece: Piece, a: int, b: int, saved: int) -> Move | None:
+        """The move of [a, b) of a piece, whose score is left at 0; None where the cap forbids it, or it is none.
 
         Args:
-            wanted: what the giver wants to get rid of; None leaves the score at 0.
             saved: what the server saves because [a, b) extends a task that it has.
-            room: what the move may cost the server; 0 or None: anything.
         """
         whole, document, start, end = piece
         if a == start and b == end:
@@ -344,16 +361,10 @@ class Moves:
         else:
             relief = whole - (self._cuts.cost(b, end) if a == start else self._cuts.cost(start, a))
             cost = self._cuts.cost(a, b) - saved
-        if relief <= 0 or (room and cost > room):
+        if relief <= 0:
             return None
-        missing = self._holdings.missing(document, server, a, b)
-        if not self._may_receive(server, b - a + missing):
-            return None
-        score = 0
-        if wanted:
-            price = (b - a) * self._q_cost + missing * self._kv_cost + cost - relief
-            score = (price << 20) // min(relief, wanted)
-        return Move(score, server, -b, -a, piece, relief, cost, b - a + missing)
+        rows = b - a + self._holdings.missing(document, server, a, b)
+        return Move(0, server, -b, -a, piece, relief, cost, rows) if self._may_receive(server, rows) else None
 
     def _may_receive(self, server: int, rows: int) -> bool:
         return self._cap is None or self._received[server] + rows <= self._cap
@@ -486,11 +497,13 @@ class Moves:
                 else:
                     ranges = [(start, end, below + above)]
                 for a, b, saved in ranges:
-                    move = self._move(None, server, piece, a, b, saved, None)
+                    move = self._move(server, piece, a, b, saved)
                     if move is None:
                         continue
                     fits = self._over(server) + move.cost <= 0
                     after = 0 if fits else relative(server, loads[server] + move.cost)
                     price = (b - a) * self._q_cost + (move.rows - (b - a)) * self._kv_cost + move.cost
-                    best = self._least(best, move._replace(score=(after, price)))
+                    move = move._replace(score=(after, price))
+                    if best is None or move[:4] < best[:4]:
+                        best = move
         return best

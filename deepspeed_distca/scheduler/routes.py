@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,22 @@ _MAX_BYTES = 2**61
 _NONE = np.zeros(0, dtype=np.int64)
 
 TaskCost = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+class Flow(NamedTuple):
+    """Bytes between ranks, int64 [n] each; several may be of one pair.
+
+    Attributes:
+        sender, receiver: of the bytes.
+        size: how many.
+    """
+
+    sender: np.ndarray
+    receiver: np.ndarray
+    size: np.ndarray
+
+
+NOTHING = Flow(_NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True)
@@ -214,31 +231,32 @@ class RouteCompiler:
             OverflowError: see :func:`bytes_of`.
         """
         if (heads, phase) not in self._bytes:
-            self._bytes[heads, phase] = self._count_bytes(heads, phase)
+            ranks = self._layout.num_ranks
+            out, back = (np.zeros((ranks, ranks), dtype=np.int64) for _ in range(2))
+            for size, flow in zip((out, back), self.flows(heads, phase), strict=True):
+                np.add.at(size, (flow.sender, flow.receiver), flow.size)
+            self._bytes[heads, phase] = out, back
         return self._bytes[heads, phase]
 
-    def _count_bytes(self, heads: Heads, phase: str) -> tuple[np.ndarray, np.ndarray]:
+    def flows(self, heads: Heads, phase: str) -> tuple[Flow, Flow]:
+        """The same as they are made up, out and back: of hundreds of ranks few pairs have any.
+
+        Raises:
+            OverflowError: see :func:`bytes_of`.
+        """
         if phase == "forward":
-            q_out, q_back, kv_back = heads.q_bytes, heads.return_bytes, 0
+            query, key = (heads.q_bytes, heads.return_bytes), (heads.kv_bytes, 0)
         else:
-            q_out, q_back, kv_back = (
-                heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes,
-                heads.q_bytes,
-                heads.kv_bytes,
-            )
-        ranks = self._layout.num_ranks
-        out, back = (np.zeros((ranks, ranks), dtype=np.int64) for _ in range(2))
-        if not self.moves_rows:
-            return out, back
-        for runs, sender, there, returned in (
-            (self._q_runs, self._q_runs[:, 1], q_out, q_back),
-            (self._kv_runs, self._key_senders(), heads.kv_bytes, kv_back),
-        ):
-            travels = runs[:, 0] != runs[:, 1]
-            server, rows, sender = runs[travels, 0], runs[travels, 4], sender[travels]
-            np.add.at(out, (sender, server), bytes_of(rows, there))
-            np.add.at(back, (server, sender), bytes_of(rows, returned))
-        return out, back
+            query = heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes, heads.q_bytes
+            key = heads.kv_bytes, heads.kv_bytes
+        queries, keys = self._q_runs, self._kv_runs
+        q_away, k_away = queries[:, 0] != queries[:, 1], keys[:, 0] != keys[:, 1]
+        queries, keys, senders = queries[q_away], keys[k_away], self._key_senders()[k_away]
+        server, sender = np.append(queries[:, 0], keys[:, 0]), np.append(queries[:, 1], senders)
+        out, back = (
+            np.append(bytes_of(queries[:, 4], q), bytes_of(keys[:, 4], k)) for q, k in zip(query, key, strict=True)
+        )
+        return Flow(sender, server, out), Flow(server, sender, back)
 
     def _key_senders(self) -> np.ndarray:
         """Who sends each key/value run, and gets its gradients: its home or a relay."""

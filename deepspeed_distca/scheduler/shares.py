@@ -31,6 +31,7 @@ class Shares:
         self.weights = _checked(weights, num_ranks)
         self._sum, self.are_equal = sum(self.weights), len(set(self.weights)) == 1
         self._slack = round(tolerance * _TOLERANCE_UNIT)
+        self._rooms_of, self._rooms = -1, dict[int, int]()  # of a total, what is asked for again and again, by weight
 
     def limits(self, total: int) -> list[int]:
         """The largest load that each server may have."""
@@ -76,7 +77,13 @@ class Shares:
 
     def least_room(self, server: int, total: int) -> int:
         """What a server below its share has at least left below its limit; never 0."""
-        return max(1, self._part(total, self.weights[server], self._slack))
+        weight = self.weights[server]
+        if self._rooms_of != total:
+            self._rooms_of, self._rooms = total, {}
+        room = self._rooms.get(weight)
+        if room is None:
+            room = self._rooms[weight] = max(1, self._part(total, weight, self._slack))
+        return room
 
     def relative(self, server: int, load: int) -> int:
         """Load by weight, comparable between servers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -56,8 +57,12 @@ class Topology:
             found[node].append(server)
         return found
 
+    @cached_property
+    def node_of(self) -> np.ndarray:
+        """The node of each server, int64 [servers], not to be changed."""
+        return np.array(self.nodes, dtype=np.int64)
+
     @property
     def across(self) -> np.ndarray:
         """Which transfers cross nodes, bool [sender, receiver]."""
-        node = np.array(self.nodes, dtype=np.int64)
-        return node[:, None] != node[None, :]
+        return self.node_of[:, None] != self.node_of[None, :]

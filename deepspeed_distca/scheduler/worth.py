@@ -17,8 +17,8 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel, Phase, pairs
 from deepspeed_distca.scheduler.levels import by_levels
-from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, RouteCompiler
-from deepspeed_distca.scheduler.shares import MAX_WEIGHT
+from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, NOTHING, Flow, RouteCompiler
+from deepspeed_distca.scheduler.shares import MAX_WEIGHT, Shares
 from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks
 from deepspeed_distca.scheduler.topology import Topology
 
@@ -39,6 +39,10 @@ IN_TWO = 0.027
 
 #: Tolerances that are tried where nodes have links of their own, one after another as long as that ends sooner.
 _LOOSER = (0.1, 0.4)
+
+#: And where a looser one would end sooner by this share at least if its transfers took no time. They do: of what that
+#: would gain, no more than half came true over the layouts of benchmarks/nodes.py, where it gained at all.
+_PROSPECT = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -156,25 +160,31 @@ class Worth:
     def _over_nodes(self, nodes: Topology, tolerance: float, at_home: RouteCompiler) -> tuple[Tasks, RouteCompiler]:
         """Of some ways to balance, the one that ends first; or all at home, where that does and rows have to be worth
         it. Links between nodes may carry less than balance asks for: then less of it is tried, too."""
-        plans: list[tuple[float, Tasks, RouteCompiler]] = []
+        best: list[tuple[float, Tasks, RouteCompiler]] = []
 
         def weigh(tasks: Tasks | None) -> float:
             if tasks is None:
                 return math.inf
             compiler = at_home if tasks is self.home else RouteCompiler(self._layout, tasks.rows, nodes)
-            plans.append((self.takes(compiler), tasks, compiler))
-            return plans[-1][0]
+            takes = self.takes(compiler)
+            if not best or takes < best[0][0]:
+                best[:] = [(takes, tasks, compiler)]
+            return takes
+
+        def has_prospects(allowed: float, gain: float = 0.0) -> bool:
+            return not best or self._without_transfers(allowed) < (1 - gain) * best[0][0]
 
         if self._frugal:
             weigh(self.home)
-        weigh(self._balanced(tolerance))
         found = weigh(self._by_levels(tolerance, nodes))
+        if has_prospects(tolerance):
+            weigh(self._balanced(tolerance))
         for looser in _LOOSER if self._frugal else ():
-            if looser > tolerance:
+            if looser > tolerance and has_prospects(looser, _PROSPECT):
                 before, found = found, weigh(self._by_levels(looser, nodes))
                 if found >= before < math.inf:
                     break
-        _, tasks, compiler = min(plans, key=lambda plan: plan[0])
+        _, tasks, compiler = best[0]
         return tasks, compiler
 
     def _by_levels(self, tolerance: float, nodes: Topology) -> Tasks | None:
@@ -228,18 +238,32 @@ class Worth:
         """Predicted seconds of one layer's phase with its transfers, without what the host does for them
         (:meth:`moved`). With speeds it begins with the linear work."""
         at_home, away = (load / UNITS_PER_SECOND / self._speeds for load in compiler.loads(self._task_cost))
-        sizes = compiler.bytes_between(self._cost.heads, self._phase)
+        return self._seconds(at_home, away, *compiler.flows(self._cost.heads, self._phase))
+
+    def _seconds(self, at_home: np.ndarray, away: np.ndarray, out: Flow, back: Flow) -> float:
+        """Arguments: see :func:`phase_seconds`."""
         nodes = self._options.nodes
         if self._in_two:
             linear = self._linear / self._speeds
-            return seconds_in_two(self._cost, linear, at_home + away, *sizes, nodes=nodes) - self.whole + self.before
-        return phase_seconds(self._cost, at_home, away, *sizes, early=self._early, start=self._start, nodes=nodes)
+            return (
+                seconds_in_two(self._cost, linear, at_home + away, out, back, nodes=nodes) - self.whole + self.before
+            )
+        return phase_seconds(self._cost, at_home, away, out, back, early=self._early, start=self._start, nodes=nodes)
 
     def takes(self, compiler: RouteCompiler) -> float:
         """Predicted seconds of one layer's phase, its linear work with it: the later of what device and host take."""
         if not compiler.moves_rows:
             return self.whole
         return max(self.moved(self.seconds(compiler), int(compiler.messages(self._phase).max())))
+
+    def _without_transfers(self, tolerance: float) -> float:
+        """What :meth:`takes` would be of a plan that moves no more than the tolerance asks for, and over links that
+        take no time: a server gives away what exceeds its limit."""
+        loads = self.home.loads.tolist()
+        limits = Shares(self.weights, len(loads), tolerance).limits(sum(loads))
+        kept = np.array([min(load, limit) for load, limit in zip(loads, limits, strict=True)], dtype=np.int64)
+        seconds = self._seconds(kept / UNITS_PER_SECOND / self._speeds, np.zeros(len(kept)), NOTHING, NOTHING)
+        return max(self.moved(seconds, 0))
 
     def least(self) -> float:
         """Seconds that :meth:`seconds` of no plan can be below."""
@@ -274,8 +298,8 @@ def phase_seconds(
     cost: CostModel,
     at_home: np.ndarray,
     away: np.ndarray,
-    out: np.ndarray,
-    back: np.ndarray,
+    out: np.ndarray | Flow,
+    back: np.ndarray | Flow,
     *,
     early: bool,
     start: np.ndarray | None = None,
@@ -290,7 +314,7 @@ def phase_seconds(
     Args:
         cost: rate and latency of transfers.
         at_home, away: seconds of each server's tasks in place and in its workspace, float64 [num_ranks].
-        out, back: bytes [sender, receiver] of the dispatch and of the return.
+        out, back: bytes [sender, receiver] of the dispatch and of the return, or their flows.
         early: results leave as soon as they are there; otherwise once either end has done all its tasks.
         start: seconds after which each server has done the linear work in front of its dispatch, float64
             [num_ranks]: its tasks begin then, and its rows leave then. The phase begins with that work. None: all
@@ -299,11 +323,11 @@ def phase_seconds(
     """
     begin = np.zeros(len(at_home)) if start is None else start
     there = begin.copy()  # when a server can begin with its workspace
-    sender, receiver, seconds = _transfers(cost, out, nodes)
+    sender, receiver, seconds = _transfers(cost, out, len(at_home), nodes)
     np.maximum.at(there, receiver, begin[sender] + seconds)
     ready = there + away
     done = np.maximum(begin + at_home + away, np.where(away > 0, ready, 0.0))
-    sender, receiver, seconds = _transfers(cost, back, nodes)
+    sender, receiver, seconds = _transfers(cost, back, len(at_home), nodes)
     leave = ready[sender] if early else np.maximum(done[sender], done[receiver])
     return float(max(done.max(initial=0.0), (leave + seconds).max(initial=0.0)))
 
@@ -312,8 +336,8 @@ def seconds_in_two(
     cost: CostModel,
     linear: np.ndarray,
     attention: np.ndarray,
-    out: np.ndarray,
-    back: np.ndarray,
+    out: np.ndarray | Flow,
+    back: np.ndarray | Flow,
     *,
     nodes: Topology | None = None,
 ) -> float:
@@ -324,11 +348,11 @@ def seconds_in_two(
 
     Args:
         linear, attention: seconds of each server, float64 [num_ranks].
-        out, back: bytes [sender, receiver] of the dispatch and of the return.
+        out, back: bytes [sender, receiver] of the dispatch and of the return, or their flows.
     """
     waits = np.zeros(len(linear))
     for size in (out, back):
-        sender, receiver, seconds = _transfers(cost, size, nodes)
+        sender, receiver, seconds = _transfers(cost, size, len(linear), nodes)
         longest = np.zeros(len(linear))
         np.maximum.at(longest, sender, seconds)
         np.maximum.at(longest, receiver, seconds)
@@ -337,23 +361,29 @@ def seconds_in_two(
     return (1 + IN_TWO) * float((linear + attention + waits).max(initial=0.0))
 
 
-def _transfers(cost: CostModel, size: np.ndarray, nodes: Topology | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sender, receiver and seconds of each transfer, where `size` [sender, receiver] has bytes."""
-    sender, receiver = np.nonzero(size)
-    if nodes is None:
-        return sender, receiver, _busier(cost, size, sender, receiver)
-    across = np.where(nodes.across, size, 0)
-    near = _busier(cost, size - across, sender, receiver)
-    far = _busier(cost, across, sender, receiver, between_nodes=True)
-    return sender, receiver, np.where(across[sender, receiver] > 0, far, near)
+def _transfers(
+    cost: CostModel, size: np.ndarray | Flow, servers: int, nodes: Topology | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sender, receiver and seconds of each transfer."""
+    if isinstance(size, np.ndarray):
+        sender, receiver = np.nonzero(size)
+        size = Flow(sender, receiver, size[sender, receiver])
+    sender, receiver, moved = size
+    far = None if nodes is None else nodes.node_of[sender] != nodes.node_of[receiver]
+    if far is None or not far.any():
+        return sender, receiver, _busier(cost, size, servers)
+    near = _busier(cost, size._replace(size=np.where(far, 0, moved)), servers)
+    across = _busier(cost, size._replace(size=np.where(far, moved, 0)), servers, between_nodes=True)
+    return sender, receiver, np.where(far, across, near)
 
 
-def _busier(
-    cost: CostModel, size: np.ndarray, sender: np.ndarray, receiver: np.ndarray, *, between_nodes: bool = False
-) -> np.ndarray:
-    """Seconds of the busier end of each pair for all it sends or receives over one kind of links."""
-    busy = cost.transfer_seconds(size.sum(axis=1), size.sum(axis=0), between_nodes=between_nodes)
-    return np.maximum(busy[sender], busy[receiver])
+def _busier(cost: CostModel, flow: Flow, servers: int, *, between_nodes: bool = False) -> np.ndarray:
+    """Seconds of the busier end of each transfer for all it sends or receives over one kind of links."""
+    sent, received = (np.zeros(servers, dtype=np.int64) for _ in range(2))
+    np.add.at(sent, flow.sender, flow.size)
+    np.add.at(received, flow.receiver, flow.size)
+    busy = cost.transfer_seconds(sent, received, between_nodes=between_nodes)
+    return np.maximum(busy[flow.sender], busy[flow.receiver])
 
 
 def finishing_weights(speeds: Sequence[int], linear: Sequence[int], home: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.scheduler.holdings import Holdings, number_documents
+from deepspeed_distca.scheduler.holdings import Holdings, documents_in_order, number_documents
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])
@@ -71,3 +71,11 @@ def test_documents_are_numbered_by_where_they_lie():
     assert documents.several == {1: 2, 2: 2}
     renamed = [[({5: 8, 8: 5}.get(d, d), s, n) for d, s, n in rank] for rank in ranks]
     assert number_documents(Layout.from_ranks(renamed).pieces).ids.tolist() == [1, 8, 5, 3]
+
+
+def test_documents_that_are_numbered_keep_their_order():
+    layout = Layout.from_ranks([[(7, 0, 50), (3, 0, 20)], [(7, 50, 30), (5, 0, 20)]])
+    documents = documents_in_order(layout.pieces)
+    assert documents.ids.tolist() == [3, 5, 7] and documents.several == {2: 2}
+    assert documents.of_piece.tolist() == [0, 1, 2, 2] and documents.first.tolist() == [0, 1, 2]
+    assert not len(documents_in_order(layout.pieces[:0]).ids)

@@ -16,7 +16,7 @@ from deepspeed_distca.scheduler import CostModel, balance
 from deepspeed_distca.scheduler.cost_model import PHASES
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.topology import Topology
-from deepspeed_distca.scheduler.worth import PlanOptions, Worth, phase_seconds
+from deepspeed_distca.scheduler.worth import PlanOptions, Worth, phase_seconds, seconds_in_two
 from tests.scheduler.checks import check_tasks
 
 COST = replace(CostModel.fitted(), bytes_per_second=450 * 10**9, latency=78_000_000_000)
@@ -131,6 +131,49 @@ def test_what_is_chosen_ends_first(case: str, phase: str, rate: int) -> None:
         check_tasks(layout, rows, None)
         flat = RouteCompiler(layout, balance(layout, COST, phase=phase, tolerance=0.02).rows, topology)
         assert worth.takes(compiler) <= min(worth.takes(at_home), worth.takes(flat))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_flows_take_what_their_bytes_take(case: str, phase: str) -> None:
+    for layout in sampled(**CASES[case], tokens=65536, batches=1):
+        topology = Topology.of_size(8, layout.num_ranks)
+        worth, _, _, compiler = chosen(layout, phase, replace(OPTIONS, topology=topology))
+        assert compiler.moves_rows
+        loads = worth.home.loads / 1e15
+        flows, sizes = (of(COST.heads, phase) for of in (compiler.flows, compiler.bytes_between))
+        assert [flow.size.sum() for flow in flows] == [size.sum() for size in sizes]
+        for early in (False, True):
+            takes = [phase_seconds(COST, loads, loads, *x, early=early, nodes=topology) for x in (flows, sizes)]
+            assert takes[0] == takes[1]
+        takes = [seconds_in_two(COST, loads, loads, *x, nodes=topology) for x in (flows, sizes)]
+        assert takes[0] == takes[1]
+
+
+def test_what_cannot_end_first_is_not_planned(monkeypatch) -> None:
+    tried = []
+
+    def count(name: str) -> None:
+        plan = getattr(Worth, name)
+
+        def planned(self, tolerance, *rest):
+            tried.append((name, tolerance))
+            return plan(self, tolerance, *rest)
+
+        monkeypatch.setattr(Worth, name, planned)
+
+    count("_by_levels")
+    count("_balanced")
+    unlike = next(sampled(**CASES["prolong-shuffled"], tokens=65536, batches=1))
+    alike = Layout.from_lengths([[65536], [4096] * 16] * 32)
+    # Where nodes have equal work, and links within them are hidden, nothing else could end sooner.
+    expected = [("_by_levels", 0.02)], [("_by_levels", 0.02), ("_balanced", 0.02), ("_by_levels", 0.1)]
+    for layout, in_two, wanted in ((alike, True, expected[0]), (unlike, False, expected[1])):
+        tried.clear()
+        options = replace(OPTIONS, topology=Topology.of_size(8, layout.num_ranks))
+        worth = Worth(layout, None, "forward", COST, options, early=False, in_two=in_two)
+        worth.spread(RouteCompiler(layout, worth.home.rows, options.topology))
+        assert tried == wanted
 
 
 def test_rows_stay_where_links_between_nodes_are_slow() -> None:

@@ -34,6 +34,7 @@ def test_quickstart(tmp_path):
     # checkouts share each would do so again, since paths differ, and wait for the other.
     extensions = str(Path(sys.prefix, "torch_extensions"))
     environment = {"PYTHONPATH": str(ROOT), "PATH": path, "TORCH_EXTENSIONS_DIR": extensions}
+    environment["TORCHDYNAMO_DISABLE"] = "0"  # the one program that has it all, as a newcomer does
     run = run_program(command, tmp_path, environment)
     assert run.returncode == 0, run.stdout[-3000:]
     said = re.search(r"^    (loss \d.*)$", TEXT, re.MULTILINE).group(1)

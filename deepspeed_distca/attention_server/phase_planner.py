@@ -101,7 +101,7 @@ class PhasePlanner:
     ) -> None:
         self._server, self._cost, self._options = server, cost, options
         self._early, self._in_two = early, in_two
-        self._home: _Home | None = None
+        self._homes: dict[int | None, _Home] = {}  # of the last layout, by window
 
     @property
     def depends_on(self) -> tuple[object, ...]:
@@ -110,9 +110,9 @@ class PhasePlanner:
 
     def plan(self, layout: Layout, window: int | None, phase: Phase, layers: int) -> PlannedPhase:
         """The plan of a phase of so many layers with one window."""
-        if self._home is None or self._home.layout is not layout or self._home.window != window:
-            self._home = _Home(layout, window, self._server, self._options.nodes)
-        home = self._home
+        home = self._homes.get(window)
+        if home is None or home.layout is not layout:
+            home = self._homes[window] = _Home(layout, window, self._server, self._options.nodes)
         worth = Worth(
             layout,
             window,
@@ -183,18 +183,18 @@ class MicroBatchPlanner:
         return PlannedAhead(self._by, layout, self.phases(layout))
 
     def phases(self, layout: Layout, ahead: PlannedAhead | None = None) -> list[PlannedPhase]:
-        """By window, forward and backward.
+        """Forward of each window, then backward: see :meth:`phase`."""
+        return [planned for phase in PHASES for planned in self.phase(layout, phase, ahead)]
+
+    def phase(self, layout: Layout, phase: Phase, ahead: PlannedAhead | None = None) -> list[PlannedPhase]:
+        """One phase, by window.
 
         Args:
             ahead: taken if it is the plan of this very layout, made as this planner would.
         """
         if isinstance(ahead, PlannedAhead) and ahead.by == self._by and ahead.layout == layout:
-            return ahead.phases
-        return [
-            self._planner.plan(layout, window, phase, layers)
-            for window, layers in self._layers.items()
-            for phase in PHASES
-        ]
+            return [planned for planned in ahead.phases if planned.phase == phase]
+        return [self._planner.plan(layout, window, phase, layers) for window, layers in self._layers.items()]
 
     @property
     def _by(self) -> tuple[object, ...]:

@@ -4,12 +4,13 @@
 Neither the plan nor the loss's divisor is needed before the first layer's attention. On a GPU the host has queued that
 layer's linear work by then, under which waiting for the other ranks and planning are hidden. Neither has a thread of
 its own, which would take the interpreter from the host and leave the GPU idle at the start of a step (on H200s 6 ms
-when planning had one).
+when planning had one). Nor does the first layer do more than it must: the plan of backward, and comparing plans, are
+left to the next layers, when the GPU has the first one's work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -22,7 +23,8 @@ class PlanRequest:
 
     Args:
         gathered: waits for what the ranks have told each other.
-        make: gives the plan and the divisor of the summed loss, from what was gathered.
+        make: from what was gathered gives the plan and the divisor of the summed loss, as far as the first layer's
+            forward needs them; what is left of making it is done in the following steps of the iteration.
         device: where the divisor is wanted.
 
     Attributes:
@@ -34,23 +36,33 @@ class PlanRequest:
     def __init__(
         self,
         gathered: Callable[[], GlobalMicroBatch],
-        make: Callable[[GlobalMicroBatch], tuple[StepPlan, float]],
+        make: Callable[[GlobalMicroBatch], Iterator[tuple[StepPlan, float]]],
         device: torch.device,
     ) -> None:
         self.divisor = torch.ones((), device=device)
         self.kept_layers = 0
         self._gathered, self._make = gathered, make
         self._plan: StepPlan | None = None
+        self._steps: Iterator[tuple[StepPlan, float]] = iter(())
 
     def result(self) -> StepPlan:
-        """The plan, made now if it was not yet. Collective the first time.
+        """The plan, with one further step of making it as long as there are any: called by one layer after another.
+        Collective.
 
         Raises:
             Exception: of agreeing and planning; with an input that cannot be used, the same on every rank.
         """
         if self._plan is None:
             everyone = self._gathered()
-            self._plan, divisor = self._make(everyone)
+            self._steps = self._make(everyone)
+            self._plan, divisor = next(self._steps)
             self.kept_layers = everyone.kept_layers
             self.divisor.fill_(divisor)
+        else:
+            next(self._steps, None)
         return self._plan
+
+    def finish(self) -> None:
+        """Takes all steps that are left, if the first was: before backward. Collective."""
+        for _ in self._steps:
+            pass

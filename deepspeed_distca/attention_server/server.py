@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +20,7 @@ from deepspeed_distca.attention_server.coordination.agreement import (
 from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.exchange.base import Exchange
 from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
-from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
+from deepspeed_distca.attention_server.parts import Parts, has_crossing, row_cuts, two_parts
 from deepspeed_distca.attention_server.phase_planner import (
     MicroBatchPlanner,
     PhasePlanner,
@@ -37,10 +38,7 @@ from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import CostModel, Phase
 from deepspeed_distca.scheduler.routes import RouteCompiler
-from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
-
-#: Of a planned phase, what statistics need: layers, weights, tasks, and bytes that each rank sends.
-Noted = tuple[int, tuple[int, ...] | None, Tasks, np.ndarray]
+from deepspeed_distca.scheduler.tasks import home_tasks
 
 
 class AttentionServer:
@@ -97,7 +95,8 @@ class AttentionServer:
         self._statistics = StepStatistics()
         self._statistics_step: int | None = None
         self._loads: dict[str, float] = {}
-        self._noted: list[list[Noted]] = []  # of micro-batches that are still to be added up
+        self._noted: list[PlannedPhase] = []  # that are still to be added up
+        self._sent = np.zeros(0, dtype=np.int64)  # bytes of each server, of those that are
 
     @property
     def stats(self) -> StepStatistics:
@@ -109,8 +108,8 @@ class AttentionServer:
     def planned(self) -> StepStatistics:
         """The same as planned, with what was measured in the step before only: never waits for the device."""
         noted, self._noted = self._noted, []
-        for phases in noted:
-            self._add_up(phases)
+        if noted:
+            self._add_up(noted)
         s = self._statistics
         s.previous_server_seconds, s.previous_exposed_seconds = self._timer.previous
         return s
@@ -142,34 +141,79 @@ class AttentionServer:
         ahead = given.ahead if isinstance(given, MicroBatch) else None
         return PlanRequest(self._agreement.gather(given), partial(self.plan, ahead=ahead), device)
 
-    def plan(self, everyone: GlobalMicroBatch, *, ahead: PlannedAhead | None = None) -> tuple[StepPlan, float]:
+    def plan(
+        self, everyone: GlobalMicroBatch, *, ahead: PlannedAhead | None = None
+    ) -> Iterator[tuple[StepPlan, float]]:
         """Collective over all ranks: the plan of a training micro-batch, and the divisor of its summed loss with which
         the mean over ranks and micro-batches is the mean over all targets.
+
+        Given at once is what forward needs. The second step plans backward, unless the micro-batch runs in two
+        nano-batches, and the third hears what the others say of that: both while the device has the first layers'
+        work. Nothing is exchanged by a plan that was not compared. All steps give the same.
 
         Args:
             ahead: what a loader has planned already.
         """
-        start = time.perf_counter()
-        planned = self._planners[everyone.in_two].phases(everyone.layout, ahead)
-        if self._agreement is not None and everyone.layout.num_ranks > 1:
-            self._agreement.same(fingerprint(*(p.digest for p in planned)), "the plan of a micro-batch")
-        self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches=1)
-        self._statistics.tokens += int(everyone.layout.tokens.sum())
-        exchange = self._exchange.for_sizes(np.maximum.reduce([p.largest for p in planned]))
-        parts = {window: [p.part for p in planned if p.window == window] for window in self._layers}
-        divided = everyone.in_two and (self._several_groups or any(p.sent.any() for p in planned))
-        halves = self._halves(everyone.layout, parts, exchange) if divided else None
-        plans = {
-            window: LayerPlan.whole(forward, backward, exchange, self._side, self._watch)
-            for window, (forward, backward) in parts.items()
-        }
+        layout, two, what = everyone.layout, everyone.in_two, "the plan of a micro-batch"
+        planned = self._planned(two, layout, "forward", ahead)
+        plan = StepPlan(
+            {p.window: LayerPlan.whole(p.part, None, self._exchange, self._side, self._watch) for p in planned},
+            self._kernel,
+        )
+        self._statistics.micro_batches += 1
+        self._statistics.tokens += int(layout.tokens.sum())
         if everyone.step_targets is None:
             divisor = everyone.targets / self._ranks
         else:
             divisor = everyone.step_targets / (self._ranks * self._accumulation_steps())
+        given = plan, divisor or 1.0
+        # Whether rows move among its own servers or not, every rank says the same number of times what it has planned,
+        # and hears the others before it says more: one that has left the micro-batch meets a single message.
+        agreed = self._same(planned, what)
+        at_once = two or any(p.sent.any() for p in planned)
+        if at_once:
+            self._hear(agreed)
+        if not two:
+            self._divide_exchange(plan, planned)
+            yield given
+        if not at_once:
+            self._hear(agreed)
+        backward = self._planned(two, layout, "backward", ahead)
+        for p in backward:
+            plan.layers[p.window].backward = Parts.whole(p.part)
+        planned += backward
+        self._divide_exchange(plan, planned)
+        agreed = self._same(backward, what)
+        if two:
+            agreed()
+            if self._several_groups or any(p.sent.any() for p in planned):
+                given = replace(plan, halves=self._halves(layout, plan)), given[1]
+        yield given
+        agreed()
+
+    def _planned(self, two: bool, layout: Layout, phase: Phase, ahead: PlannedAhead | None) -> list[PlannedPhase]:
+        start = time.perf_counter()
+        planned = self._planners[two].phase(layout, phase, ahead)
+        self._note(planned, start)
+        return planned
+
+    def _divide_exchange(self, plan: StepPlan, planned: list[PlannedPhase]) -> None:
+        """The layers' exchange from now on is the one for all that is planned so far."""
+        exchange = self._exchange.for_sizes(np.maximum.reduce([p.largest for p in planned]))
+        for layer in plan.layers.values():
+            layer.exchange = exchange
+
+    def _same(self, planned: list[PlannedPhase], what: str) -> Callable[[], None]:
+        """See :meth:`Agreement.same`; nothing where plans are not compared."""
+        if self._agreement is None or not planned or len(planned[0].sent) == 1:
+            return lambda: None
+        return self._agreement.same(fingerprint(*(p.digest for p in planned)), what)
+
+    def _hear(self, agreed: Callable[[], None]) -> None:
+        """The ranks agree on the plan of forward: from now on they need each other."""
+        agreed()
         if self._watch is not None:
             self._watch.planned(sum(self._layers.values()))
-        return StepPlan(plans, self._kernel, halves), divisor or 1.0
 
     def note_kept(self, layers: int) -> None:
         """Core attention of so many layers was kept for recomputation, in a micro-batch of the current step."""
@@ -187,10 +231,10 @@ class AttentionServer:
         """
         start = time.perf_counter()
         planned = [self._planner.plan(layout, window, phase, layers) for layout, window, layers in kinds]
-        if self._agreement is not None and kinds and kinds[0][0].num_ranks > 1:
-            self._agreement.same(fingerprint(*(p.digest for p in planned)), f"the plan of a {phase} tick")
+        self._same(planned, f"the plan of a {phase} tick")()
         if note:
-            self._note(planned, (time.perf_counter() - start) * 1e3, micro_batches)
+            self._note(planned, start)
+            self._statistics.micro_batches += micro_batches
         return [p.part for p in planned]
 
     def step_plan(self, window: int | None, forward: RankPlan, backward: RankPlan | None) -> StepPlan:
@@ -216,21 +260,24 @@ class AttentionServer:
         # Not timed: outside the optimizer steps, whose statistics stay as they are.
         return StepPlan(plans, self._untimed)
 
-    def _halves(self, layout: Layout, parts: dict[int | None, list[RankPlan]], exchange: Exchange) -> StepPlan:
-        """The same plans, divided in time; nobody has to agree on it, since it follows from the layout."""
+    def _halves(self, layout: Layout, plan: StepPlan) -> StepPlan:
+        """The same plan, divided in time; nobody has to agree on it, since it follows from the layout."""
         cuts = row_cuts(layout, self._granularity)
         late = has_crossing(layout, cuts)
-        plans = {
-            window: LayerPlan(
-                two_parts(forward.routes, cuts, window, backward=False, late_keys=late),
-                two_parts(backward.routes, cuts, window, backward=True, late_keys=late),
-                exchange,
-                self._side,
-                self._watch,
+
+        def divided(whole: Parts | None, window: int | None, *, backward: bool) -> Parts:
+            assert whole is not None  # both phases are planned
+            return two_parts(whole.parts[0].plan.routes, cuts, window, backward=backward, late_keys=late)
+
+        layers = {
+            window: replace(
+                layer,
+                forward=divided(layer.forward, window, backward=False),
+                backward=divided(layer.backward, window, backward=True),
             )
-            for window, (forward, backward) in parts.items()
+            for window, layer in plan.layers.items()
         }
-        return StepPlan(plans, self._kernel)
+        return StepPlan(layers, self._kernel)
 
     def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Kernel:
         """Of a layer whose attention begins."""
@@ -253,35 +300,33 @@ class AttentionServer:
             )
         return self._kernels[key]
 
-    def _note(self, planned: list[PlannedPhase], milliseconds: float, micro_batches: int) -> None:
-        """Takes down what was planned. It is added up when it is asked for: a device may be waiting for the plan."""
+    def _note(self, planned: list[PlannedPhase], start: float) -> None:
+        """Takes down what was planned, since a time of the host's. It is added up when it is asked for: a device may
+        be waiting for the plan."""
         step = self._step()
         if step != self._statistics_step:
             self._statistics, self._statistics_step = StepStatistics(), step
             self._timer.reset()
             self._loads = dict.fromkeys(("max_before", "max_after", "mean_before", "mean_after", "moved"), 0.0)
-            self._noted = []
-        self._statistics.planning_ms += milliseconds
-        self._statistics.micro_batches += micro_batches
-        self._noted.append([(p.layers, p.weights, p.tasks, p.sent) for p in planned])
+            self._noted, self._sent = [], np.zeros(0, dtype=np.int64)
+        self._statistics.planning_ms += (time.perf_counter() - start) * 1e3
+        self._noted += planned
 
-    def _add_up(self, noted: list[Noted]) -> None:
+    def _add_up(self, noted: list[PlannedPhase]) -> None:
         s, total = self._statistics, self._loads
-        sent = np.sum([sent for *_, sent in noted], axis=0)
-        seconds = np.zeros(len(sent))
-        speeds = self._planner.speeds(len(sent))
-        for layers, weights, tasks, _ in noted:
-            for when, loads in (("before", tasks.loads_before), ("after", tasks.loads)):
-                total[f"max_{when}"] += layers * self._planner.last_load(weights, loads)
-                total[f"mean_{when}"] += layers * float(loads.mean())
-            total["moved"] += layers * float(np.maximum(tasks.loads_before - tasks.loads, 0).sum())
-            seconds += layers * self._cost.seconds(tasks.loads) / speeds
+        self._sent = np.sum([p.sent for p in noted], axis=0) + (self._sent if len(self._sent) else 0)
+        seconds = np.array(s.predicted_server_seconds or [0.0] * len(self._sent))
+        speeds = self._planner.speeds(len(self._sent))
+        for p in noted:
+            for when, loads in (("before", p.tasks.loads_before), ("after", p.tasks.loads)):
+                total[f"max_{when}"] += p.layers * self._planner.last_load(p.weights, loads)
+                total[f"mean_{when}"] += p.layers * float(loads.mean())
+            total["moved"] += p.layers * float(np.maximum(p.tasks.loads_before - p.tasks.loads, 0).sum())
+            seconds += p.layers * self._cost.seconds(p.tasks.loads) / speeds
         s.balance_before = total["max_before"] / total["mean_before"] if total["mean_before"] else 1.0
         s.balance_after = total["max_after"] / total["mean_after"] if total["mean_after"] else 1.0
-        at_home = total["mean_before"] * len(sent)
+        at_home = total["mean_before"] * len(self._sent)
         s.moved_share = total["moved"] / at_home if at_home else 0.0
-        s.bytes_sent += int(sent[self._server])
-        s.bytes_sent_max = max(s.bytes_sent_max, int(sent.max()))
-        s.bytes_sent_mean += float(sent.mean())
-        previous = s.predicted_server_seconds or [0.0] * len(seconds)
-        s.predicted_server_seconds = [a + b for a, b in zip(previous, seconds.tolist(), strict=True)]
+        s.bytes_sent, s.bytes_sent_max = int(self._sent[self._server]), int(self._sent.max())
+        s.bytes_sent_mean = float(self._sent.mean())
+        s.predicted_server_seconds = seconds.tolist()

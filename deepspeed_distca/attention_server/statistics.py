@@ -29,7 +29,7 @@ class StepStatistics:
         tokens: of all servers of the group, padding included; 0 with pipelines.
         bytes_sent: what this rank sends, forward and backward, as home and as server.
         bytes_sent_max, bytes_sent_mean: the same over the servers of the group.
-        planning_ms: milliseconds of this rank's host: planning, and comparing the plan with the other ranks'.
+        planning_ms: milliseconds of this rank's host: planning.
         predicted_server_seconds: predicted seconds of core attention of each server.
         server_seconds: measured seconds in which attention kernels ran on this rank, recomputation included. Of the
             last step that was timed: the first three are, every tenth, and those after a step in which it was read.

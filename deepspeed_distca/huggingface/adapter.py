@@ -95,13 +95,14 @@ class _Forward:
     """A planned forward under way.
 
     Attributes:
+        request: for its plan, in training.
         nothing: it has no real token, so it may have no part in any loss.
         weight: own targets and the divisor by which a loss that is a mean over them is scaled afterwards.
         watched: who looks on, in a model's first one.
         kept: of its attention, for recomputation.
     """
 
-    training: bool
+    request: PlanRequest | None = None
     nothing: bool = False
     weight: tuple[int, torch.Tensor] | None = None
     watched: watched_by | None = None
@@ -207,7 +208,7 @@ class DecoderHooks:
         self._names.use(FIRST if looked_at else NAME)
         if self._rope.rules:
             self._rope.begin(admitted.lengths)
-        if running.training:
+        if running.request is not None:
             self._names.expect(plan)
         for key in _KERNEL_ARGUMENTS:
             kwargs.pop(key, None)
@@ -254,7 +255,7 @@ class DecoderHooks:
         micro_batch = replace(admitted.micro_batch, in_two=not self._is_watched(kwargs))
         plan = self._planner.request(micro_batch, device)
         arguments = admitted.arguments
-        running = self._running = _Forward(training=True, nothing=admitted.nothing)
+        running = self._running = _Forward(plan, nothing=admitted.nothing)
         weighing = self._weight_loss and arguments.get("labels") is not None
         if weighing and arguments.get("num_items_in_batch") is None:
             if self._contract.weighting == "num_items_in_batch":
@@ -271,7 +272,7 @@ class DecoderHooks:
             return None
         admitted = admit(kwargs, self._contract, self._limits, place=self._planner.place, count=False, say=self._say)
         plan = self._planner.plan_alone(admitted.micro_batch.layout)
-        running = self._running = _Forward(training=False, nothing=admitted.nothing)
+        running = self._running = _Forward(nothing=admitted.nothing)
         return running, plan, admitted, self._countable(admitted.arguments, admitted)
 
     def _countable(self, arguments: dict[str, Any], admitted: Admitted) -> dict[str, Any]:
@@ -295,17 +296,19 @@ class DecoderHooks:
         if running is None:
             return None
         if output is None:
-            if running.training:
+            if running.request is not None:
                 self._planner.failed(_current_error())
             return None
         if running.watched is not None:
             try:
                 running.watched.witness.finish()
             except UnsupportedModelError as error:
-                if running.training:
+                if running.request is not None:
                     self._planner.failed(error)
                 raise
             self._checked = True
+        if running.request is not None:
+            running.request.finish()
         if running.kept is not None:
             self._planner.kept(running.kept)
         if running.nothing or (running.weight is not None and not running.weight[0]):

@@ -61,7 +61,7 @@ def run(seed: int) -> dict:
     results["left"] = message_of(gather(2, few))
     results["after it"] = agrees(3, few)
     number, many = 4, [[1] * 1600, [2] * 40]
-    for name, ask in (("digest", lambda: agreement.same(3, "something")), ("documents", None)):
+    for name, ask in (("digest", lambda: agreement.same(3, "something")()), ("documents", None)):
         first = gather(number, many if ask is None else few)
         if rank == 0:
             if ask is not None:

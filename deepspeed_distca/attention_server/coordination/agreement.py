@@ -94,7 +94,8 @@ class Agreement:
             mine = self._messenger.without_errors(firsts, micro_batch, "use its micro-batch")
             self._check_left(firsts)
             self._check_fingerprint(firsts)
-            self._check_shards(firsts)
+            if self._shards > 1:
+                self._check_shards(firsts)
             self._check_layouts(firsts)
             layout = self._layout(firsts, mine.layout, lengths)
             kept_layers, in_two = int(firsts["kept_layers"].min()), bool(firsts["in_two"].all())
@@ -197,15 +198,25 @@ class Agreement:
         self._check_fingerprint(firsts)
         return self._messenger.all_values(firsts, own)
 
-    def same(self, digest: int, what: str) -> None:
-        """Collective. Raises AgreementError on every rank unless all servers of each group have the same digest."""
-        digests = self._messenger.send_values(Kind.DIGEST, np.array([digest], dtype=np.int64))[:, 0]
-        if self._differ(digests, self._servers * self._shards):
+    def same(self, digest: int, what: str) -> Callable[[], None]:
+        """Collective. Sends a digest without waiting for the others.
+
+        Returns:
+            Collective too: raises AgreementError on every rank unless all servers of each group have the same one.
+        """
+        arrived = self._messenger.send_values(Kind.DIGEST, np.array([digest], dtype=np.int64))
+
+        def compare() -> None:
+            digests = arrived()[:, 0]
+            if not self._differ(digests, self._servers * self._shards):
+                return
             table = ", ".join(f"rank {r}: {d:016x}" for r, d in zip(self._messenger.ranks, digests, strict=True))
             raise AgreementError(
                 f"the ranks disagree on {what} ({table}); do all of them run the same versions of Python, NumPy and "
                 "deepspeed_distca with the same `distca` block?"
             )
+
+        return compare
 
     @staticmethod
     def _differ(values: np.ndarray, ranks: int) -> bool:

@@ -121,11 +121,13 @@ class Messenger:
 
         return wait
 
-    def send_values(self, kind: Kind, values: np.ndarray) -> np.ndarray:
-        """Sends a message that is no first one, of up to 511 values; those of every rank, int64 [ranks, 511]."""
+    def send_values(self, kind: Kind, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """Sends a message that is no first one, of up to 511 values; what is returned waits for those of every rank,
+        int64 [ranks, 511]."""
         message = np.zeros(1, dtype=_FURTHER)
         message["kind"], message["values"][0, : len(values)] = kind, values
-        return self.send(message)()["values"]
+        arrived = self.send(message)
+        return lambda: arrived()["values"]
 
     def all_values(self, firsts: np.ndarray, mine: np.ndarray) -> list[np.ndarray]:
         """The values of every rank: collective if some do not fit into the first messages.
@@ -137,7 +139,7 @@ class Messenger:
         counts, pieces = firsts["count"], [firsts["values"]]
         for begin in range(_INLINE, int(counts.max()), _MORE):
             # One after the other: a rank that has left meets one of them only.
-            pieces.append(self.send_values(Kind.MORE, mine[begin : begin + _MORE]))
+            pieces.append(self.send_values(Kind.MORE, mine[begin : begin + _MORE])())
         return [row[:n] for row, n in zip(np.concatenate(pieces, axis=1), counts.tolist(), strict=True)]
 
     def without_errors(self, firsts: np.ndarray, mine: T | Exception, what: str) -> T:
@@ -154,7 +156,7 @@ class Messenger:
             return mine
         raw = str(mine).encode()[:_ERROR_BYTES] if isinstance(mine, Exception) else b""
         try:
-            texts = self.send_values(Kind.ERROR, np.frombuffer(raw.ljust(_ERROR_BYTES, b"\0"), dtype=np.int64))
+            texts = self.send_values(Kind.ERROR, np.frombuffer(raw.ljust(_ERROR_BYTES, b"\0"), dtype=np.int64))()
         except AgreementError as unheard:
             if isinstance(mine, Exception):
                 raise mine from unheard

@@ -21,11 +21,8 @@ def documents_of(
     """The layout of a batch with tokens, which of them are real, bool [rows * tokens], and the model's arguments with
     the mask that it gets."""
     layout = given.get("layout")
-    claim = pieces = None
     if layout is not None:
         check_layout(layout, rows * tokens, rows, tokens, place)
-        claim = Claim("layout", _begins_of_layout(layout, rows, tokens, place))
-        pieces = _begins_of_layout(layout, rows, tokens, place, pieces=True)
     given = {**given, **packed_params.fields(given.get(packed_params.NAME))}
     # On the host everything is compared. Of what is on a device nothing is read where the host knows the documents.
     descriptions = {key: given[key] for key in DESCRIPTIONS if given.get(key) is not None}
@@ -33,8 +30,12 @@ def documents_of(
     known = layout is not None or any(key in at_hand for key in (*CUMULATIVE, "seq_idx"))
     known = known or ("position_ids" in at_hand and "attention_mask" not in descriptions)
     said = at_hand if known else descriptions
-    if layout is not None and not said and rows == 1:  # nothing to compare
-        return layout.filled(), np.ones(tokens, dtype=bool), _with_mask(arguments, None, rows, tokens)
+    claim = pieces = None
+    if layout is not None:
+        if not said and rows == 1:  # nothing to compare
+            return layout.filled(), np.ones(tokens, dtype=bool), _with_mask(arguments, None, rows, tokens)
+        claim = Claim("layout", _begins_of_layout(layout, rows, tokens, place))
+        pieces = _begins_of_layout(layout, rows, tokens, place, pieces=True)
     begins, real, positions, told = read_claims(said, rows, tokens, claim, pieces)
     if layout is None:
         layout = Layout.from_cu_seqlens(np.append(np.flatnonzero(begins), rows * tokens))

@@ -36,12 +36,11 @@ import numpy as np
 from workloads.sampling import document_lengths
 
 from deepspeed_distca import pack_step
-from deepspeed_distca.advise import training_options
 from deepspeed_distca.data import pack_documents
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND
 from deepspeed_distca.scheduler.profiles import Setting, choose
-from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model, training_options
 from deepspeed_distca.simulator.step import Training, plain, predict, seconds
 
 RANKS, CAPS, NODE = (2, 8, 64), (32768, 65536), 8

@@ -31,12 +31,11 @@ from typing import Any
 
 from workloads.sampling import document_lengths
 
-from deepspeed_distca.advise import training_options
 from deepspeed_distca.scheduler.cost_model import Phase
 from deepspeed_distca.scheduler.profiles import Setting, choose
 from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.simulator.documents import micro_batches
-from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model, training_options
 from deepspeed_distca.simulator.policies import IDEAL, OURS, PLAIN, Outcome, outcomes
 from deepspeed_distca.simulator.step import Training
 

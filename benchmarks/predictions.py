@@ -27,10 +27,9 @@ from steps import batches
 from svg import Drawing
 from workloads.sampling import document_lengths, layouts
 
-from deepspeed_distca.advise import training_options
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import profiles
-from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model, training_options
 from deepspeed_distca.simulator.pipeline import one_forward_one_backward, same_phase
 from deepspeed_distca.simulator.policies import lengths_of, shared
 from deepspeed_distca.simulator.step import Training, plain, predict, seconds

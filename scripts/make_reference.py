@@ -114,7 +114,7 @@ def public(module: str) -> str:
 def arguments(command: str) -> str:
     """A table of a command's options."""
     parser = argparse.ArgumentParser(add_help=False)
-    COMMANDS[command].add_arguments(parser)
+    importlib.import_module(COMMANDS[command].module).add_arguments(parser)
     rows = []
     for action in parser._actions:
         value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())

@@ -47,13 +47,13 @@ RUN = {
         '"-m", module, *script)',
     ),
     "torchrun --nnodes 2": ("benchmarks/slow_network.py", '"--nnodes", "2", "--node-rank"'),
-    "ds_distca advise": ("tests/test_cli_advise.py", '["advise"'),
-    "ds_distca simulate": ("tests/test_cli_simulate.py", '["simulate"'),
-    "ds_distca doctor": ("tests/test_cli_doctor.py", '["doctor"'),
-    "ds_distca plan": ("tests/test_cli_plan.py", '"plan"'),
-    "ds_distca profile": ("tests/test_cli_profile.py", 'main(["profile"'),
+    "ds_distca advise": ("tests/commands/test_advise.py", '["advise"'),
+    "ds_distca simulate": ("tests/commands/test_simulate.py", '["simulate"'),
+    "ds_distca doctor": ("tests/commands/test_doctor.py", '["doctor"'),
+    "ds_distca plan": ("tests/commands/test_plan.py", '"plan"'),
+    "ds_distca profile": ("tests/commands/test_profile.py", 'main(["profile"'),
     "torchrun --nproc_per_node 2 -m deepspeed_distca.cli profile": (
-        "tests/test_cli_profile.py",
+        "tests/commands/test_profile.py",
         '"deepspeed_distca.cli"',
     ),
 }
@@ -171,7 +171,7 @@ def test_commands_are_run_by_a_test(path: Path, command: str, reference):
     if known.startswith("ds_distca"):
         _, name, *options = shlex.split(command)
         parser = reference.argparse.ArgumentParser()
-        reference.COMMANDS[name].add_arguments(parser)
+        importlib.import_module(reference.COMMANDS[name].module).add_arguments(parser)
         parser.parse_args(options)
 
 

@@ -22,10 +22,9 @@ LAYERS = (
     ("engine_hooks",),
     ("__init__",),
     ("simulator",),
-    ("advise",),
     ("report",),
-    ("doctor",),
-    ("cli", "run"),
+    ("cli",),  # imports commands by their names, when they are asked for
+    ("commands", "run"),
 )
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 #: What a layer does without, at the top of its modules or inside of functions.
@@ -39,7 +38,6 @@ WITHOUT = {
     "data": ("deepspeed", "transformers"),
     "profiling": ("deepspeed", "transformers"),
     "simulator": ("torch", "deepspeed", "transformers"),
-    "advise": ("deepspeed", "transformers"),
     "report": ("torch", "deepspeed", "transformers"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

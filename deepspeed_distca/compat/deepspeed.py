@@ -7,7 +7,8 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,17 @@ def import_quietly() -> None:
     prints that would be no JSON. A script that imports DeepSpeed first sees all it has to say."""
     if "deepspeed" in sys.modules:
         return
+    with quietly():
+        importlib.import_module("deepspeed")
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """What libraries warn of is not logged."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        importlib.import_module("deepspeed")
+        yield
     finally:
         logging.disable(before)
 

@@ -18,7 +18,7 @@ from deepspeed_distca.simulator.policies import IDEAL, OURS, PARTS, PLAIN
 from deepspeed_distca.simulator.step import Load, Loads, Training, plain, planner, plugin
 
 if TYPE_CHECKING:
-    from deepspeed_distca.advise import Advice
+    from deepspeed_distca.simulator.advise import Advice
     from deepspeed_distca.simulator.simulate import Simulated
 
 _BEFORE_AFTER = (("plain", "before"), ("plugin", "after"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a model a step's time and memory depend on."""
+"""What of a model a step's time and memory depend on, and the options with which a GPU plans for it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from deepspeed_distca.plan_options import linear_flops, of_first_layer
+from deepspeed_distca.config import parse_config
+from deepspeed_distca.plan_options import linear_flops, of_first_layer, plan_options
 from deepspeed_distca.scheduler.cost_model import Phase
 from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.worth import PlanOptions
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -137,3 +139,16 @@ def _windows(config: Mapping[str, Any]) -> dict[int | None, int]:
     kinds = config.get("layer_types") or ["sliding_attention"] * layers
     sliding = sum(kind == "sliding_attention" for kind in kinds)
     return {kind: count for kind, count in ((None, layers - sliding), (int(window), sliding)) if count}
+
+
+def training_options(config: Mapping[str, Any], ranks: int = 1, node_size: int | None = None) -> PlanOptions:
+    """With which a GPU plans when the `distca` block says nothing about it.
+
+    Args:
+        config: the model's.
+        ranks: that share attention.
+    """
+    sizes = SimpleNamespace(**(config.get("text_config") or config))
+    machines = {rank: str(rank // (node_size or ranks)) for rank in range(ranks)}
+    gpu: Any = SimpleNamespace(type="cuda")  # torch.device("cuda") would take torch
+    return plan_options(parse_config({}), gpu, sizes, servers=machines)

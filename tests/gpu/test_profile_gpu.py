@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.timeout(180)
 def test_the_median_error_is_at_most_a_tenth(tmp_path, monkeypatch, capsys) -> None:
     results = []
-    monkeypatch.setattr("deepspeed_distca.profiling.command.print_result", lambda r, console: results.append(r))
+    monkeypatch.setattr("deepspeed_distca.commands.profile.print_result", lambda r, console: results.append(r))
     path = tmp_path / "quick.json"
     assert main(["profile", "--quick", "--save", str(path)]) == 0, capsys.readouterr().err
     (result,) = results

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deepspeed_distca.advise import training_options
 from deepspeed_distca.huggingface.kept_layers import _MARGIN
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.pipeline.schedule import training_ticks
@@ -20,7 +19,7 @@ from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.worth import IN_TWO, PLAIN_HOST, Worth, seconds_in_two
 from deepspeed_distca.simulator import policies
 from deepspeed_distca.simulator.documents import micro_batches
-from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model, training_options
 from deepspeed_distca.simulator.pipeline import one_forward_one_backward, ticks
 from deepspeed_distca.simulator.policies import IDEAL, OURS, PARTS, PLAIN, ROOM, outcomes, shared
 from deepspeed_distca.simulator.step import FREE, MEMORY, Load, Training, plain, planner, plugin, seconds

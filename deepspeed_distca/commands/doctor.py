@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would keep a machine, a DeepSpeed config or a model from running the plugin: looked at by what attach uses."""
+"""``ds_distca doctor``: what would keep a machine, a DeepSpeed config or a model from running the plugin, looked at by
+what attach uses."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,33 +15,20 @@ from typing import Any, Literal
 import torch
 
 from deepspeed_distca import compat
-from deepspeed_distca.advise import LLAMA_3_8B, Model, read_config
-from deepspeed_distca.attention_server.kernels import (
-    BackwardInputs,
-    Gradients,
-    Kernel,
-    KernelError,
-    make_kernel,
-    select_kernel,
-)
-from deepspeed_distca.attention_server.rank_plan import RankPlan
-from deepspeed_distca.attention_server.task_batch import AttentionSpec
-from deepspeed_distca.compat.deepspeed import import_quietly
+from deepspeed_distca.attention_server.kernels import KernelError, select_kernel
+from deepspeed_distca.cli import UsageError
+from deepspeed_distca.commands.shared import positive_int, read_config
+from deepspeed_distca.compat.deepspeed import import_quietly, quietly
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
 from deepspeed_distca.cost_choice import own_cost_model
-from deepspeed_distca.layout import Layout
+from deepspeed_distca.profiling.accuracy import kernel_error
 from deepspeed_distca.profiling.links import measure_links
 from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.routes import home_routes
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
 
 #: Of a kernel's results on a few documents, against the reference in fp64: some times what rounding makes of them.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-_LENGTHS = [300, 1, 129, 594]
 _GIB = 2**30
-
-
-class BadInputError(ValueError):
-    """A file that cannot be read, or is not what it should be; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -62,51 +49,55 @@ class Finding:
         return f"{self.verdict:5} {self.what:12} {self.text}"
 
 
-def examine(config: Path | None, model: Path | None, tokens: int | None) -> list[Finding]:
-    """Everything that can be looked at without an engine.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a ds_config.json, which is checked")
+    parser.add_argument(
+        "--model", metavar="FILE", type=Path, help="a model's config.json, of which a small copy is tried"
+    )
+    parser.add_argument("--tokens-per-rank", type=positive_int, help="of a micro-batch: tells the memory it takes")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
-    Args:
-        config: a DeepSpeed config.
-        model: a model's config.json; Llama-3-8B's sizes without.
-        tokens: of a rank in a micro-batch, for memory.
 
-    Raises:
-        BadInputError: a file that cannot be read, or a model without the sizes of a decoder.
-    """
-    ds_config = None if config is None else _read(config)
-    architecture = LLAMA_3_8B if model is None else _read(model)
+def run(arguments: argparse.Namespace) -> int:
+    """Looks, and prints what was found; the exit status is 1 where something is bad."""
+    found = _examine(arguments.config, arguments.model, arguments.tokens_per_rank)
+    good = all(finding.verdict != "bad" for finding in found)
+    if arguments.json:
+        print(json.dumps({"good": good, "findings": [finding.__dict__ for finding in found]}))
+    else:
+        verdict = "the plugin can run here" if good else "the plugin cannot run as this is: see what is bad"
+        print(*found, verdict, sep="\n")
+    return int(not good)
+
+
+def _examine(config: Path | None, model: Path | None, tokens: int | None) -> list[Finding]:
+    """Everything that can be looked at without an engine; without a model by Llama-3-8B's sizes."""
+    ds_config = None if config is None else read_config(config)
+    architecture = LLAMA_3_8B if model is None else read_config(model)
     try:
         sizes = Model.of(_by_usual_names(architecture))
     except ValueError as error:
-        raise BadInputError(f"{model}: {error}") from error
+        raise UsageError(f"{model}: {error}") from error
     found, block, shards = [*_versions()], DistCAConfig(), 1
     if ds_config is not None:
         try:
             given = get_distca_config(ds_config)
-            found.append(_of_block(given))
+            nothing = f"no `{BLOCK}` block that is enabled: the plugin would do nothing"
+            text = f"its `{BLOCK}` block holds" if given else nothing
+            found.append(Finding("ok" if given else "note", "ds_config", text))
             block = given or block
         except DistCAConfigError as error:
             found.append(Finding("bad", "ds_config", str(error)))
         shards = _tensor_parallel(ds_config)
-        found += _of_deepspeed(ds_config, block)
+        found.append(_of_deepspeed(ds_config, block))
     if model is not None:
-        with _quiet():
+        with quietly():
             found += _of_model(architecture, block, shards)
-    found.append(_devices())
-    found += _links()
-    found += _kernel(block, sizes.heads)
+    found += [_devices(), *_links(), *_kernel(block, sizes.heads)]
     if tokens is not None:
         found.append(_memory(block, sizes, tokens, shards))
     return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_config(path)
-    except OSError as error:
-        raise BadInputError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise BadInputError(str(error)) from error
 
 
 def _by_usual_names(model: dict[str, Any]) -> dict[str, Any]:
@@ -120,17 +111,6 @@ def _by_usual_names(model: dict[str, Any]) -> dict[str, Any]:
     return {**{usual: model[own] for usual, own in names.items() if own in model}, **model}
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Nobody else writes into the report."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def _versions() -> Iterator[Finding]:
     """The libraries, and the private names of theirs that every engine needs."""
     for library, tried in compat.TRIED.items():
@@ -141,9 +121,8 @@ def _versions() -> Iterator[Finding]:
             yield missing if library != "datasets" else Finding("note", library, "not installed; only data need it")
             continue
         known = here.partition("+")[0] in tried
-        yield Finding(
-            "ok" if known else "note", library, here + ("" if known else f", which nobody tried: {', '.join(tried)}")
-        )
+        words = here if known else f"{here}, which nobody tried: {', '.join(tried)}"
+        yield Finding("ok" if known else "note", library, words)
     try:
         import_quietly()
         compat.check("engine", "zero_3")
@@ -152,13 +131,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding("bad", "compat", str(error))
 
 
-def _of_block(block: DistCAConfig | None) -> Finding:
-    if block is None:
-        return Finding("note", "ds_config", f"no `{BLOCK}` block that is enabled: the plugin would do nothing")
-    return Finding("ok", "ds_config", f"its `{BLOCK}` block holds")
-
-
-def _of_deepspeed(config: Mapping[str, Any], block: DistCAConfig) -> Iterator[Finding]:
+def _of_deepspeed(config: Mapping[str, Any], block: DistCAConfig) -> Finding:
     """What DeepSpeed makes of its config, and what of it the plugin refuses or needs."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -167,28 +140,22 @@ def _of_deepspeed(config: Mapping[str, Any], block: DistCAConfig) -> Iterator[Fi
     known.pop("train_batch_size", None)
     known.pop("gradient_accumulation_steps", None)
     try:
-        with _quiet():
+        with quietly():
             stage = DeepSpeedConfig(known).zero_config.stage
     except Exception as error:  # assertions, pydantic's and others
-        yield Finding("bad", "DeepSpeed", f"refuses the config: {' '.join(str(error).split())}")
-        return
+        return Finding("bad", "DeepSpeed", f"refuses the config: {' '.join(str(error).split())}")
     if known.get("sequence_parallel_size", 1) != 1:
-        words = (
-            f"the `{BLOCK}` block cannot be combined with sequence parallelism (Ulysses, ALST); remove one of the two"
-        )
-        yield Finding("bad", "DeepSpeed", words)
-        return
+        words = f"the `{BLOCK}` block cannot be combined with sequence parallelism (Ulysses, ALST)"
+        return Finding("bad", "DeepSpeed", f"{words}; remove one of the two")
     needs: list[compat.Need] = ["zero_3"] if stage == 3 else []
     if block.overlap == "ping_pong":
         needs += ["ping_pong", "ping_pong_zero_3"] if stage == 3 else ["ping_pong"]
     try:
         compat.check(*needs)
     except compat.CompatError as error:
-        yield Finding("bad", "DeepSpeed", str(error))
-        return
-    yield Finding(
-        "ok", "DeepSpeed", f"takes the config, with ZeRO stage {int(stage)}; sizes of batches were not looked at"
-    )
+        return Finding("bad", "DeepSpeed", str(error))
+    words = f"takes the config, with ZeRO stage {int(stage)}; sizes of batches were not looked at"
+    return Finding("ok", "DeepSpeed", words)
 
 
 def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,7 +170,7 @@ def _tensor_parallel(config: Mapping[str, Any]) -> int:
     return size if isinstance(size, int) and size > 1 else 1
 
 
-def _of_model(given: Mapping[str, Any], block: DistCAConfig, shards: int) -> Iterator[Finding]:
+def _of_model(given: Mapping[str, Any], block: DistCAConfig, shards: int) -> list[Finding]:
     """What attach would find out about a model: its modules on no device, and a small copy that is run."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -218,29 +185,25 @@ def _of_model(given: Mapping[str, Any], block: DistCAConfig, shards: int) -> Ite
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         words = f"model_type {kind!r} is none of transformers' own: it is tried when the engine is made"
-        yield Finding("note", "model", words)
-        return
+        return [Finding("note", "model", words)]
     try:
         config = CONFIG_MAPPING[kind].from_dict(dict(given))
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(config)
     except Exception as error:
-        yield Finding("bad", "model", f"transformers cannot make it: {type(error).__name__}: {error}")
-        return
+        return [Finding("bad", "model", f"transformers cannot make it: {type(error).__name__}: {error}")]
     try:
         layers = len(attention_modules(whole))
         heads_of(config.get_text_config(), torch.bfloat16, shards)
     except UnsupportedModelError as error:
-        yield Finding("bad", "model", str(error))
-        return
+        return [Finding("bad", "model", str(error))]
     name = f"{type(whole).__name__} with {layers} attention layers"
     try:
         small = small_model(config)
         modules = attention_modules(small)
     except Exception as error:
         why = f"no small copy of it can be made ({type(error).__name__}: {error})"
-        yield Finding("note", "model", f"{name}; {why}: it is tried when the engine is made")
-        return
+        return [Finding("note", "model", f"{name}; {why}: it is tried when the engine is made")]
     try:
         contract = find_contract(small, small, modules, device=torch.device("cpu"), probe=block.advanced.probe)
         if block.overlap == "ping_pong":
@@ -249,19 +212,18 @@ def _of_model(given: Mapping[str, Any], block: DistCAConfig, shards: int) -> Ite
         # An error of the model's own may be the small copy's, whose numbers need not fit together.
         its_own = error.__cause__ is not None
         words = f"{name}; a small copy of it: {error}" + "; the engine tries the model itself" * its_own
-        yield Finding("note" if its_own else "bad", "model", words)
-        return
+        return [Finding("note" if its_own else "bad", "model", words)]
     rows = {
         "packed": "documents are packed",
         "told": "documents are packed, and its mixers are told where they end",
         "alone": f"each document needs a row of its own: {contract.why}",
     }[contract.rows]
-    yield Finding("note" if contract.rows == "alone" else "ok", "model", f"{name}; {rows}")
+    found = Finding("note" if contract.rows == "alone" else "ok", "model", f"{name}; {rows}")
     try:
         check_family(whole)
-        yield Finding("ok", "pipelines", "it can be divided into stages by DecoderPipeline")
     except UnsupportedModelError as error:
-        yield Finding("note", "pipelines", str(error))
+        return [found, Finding("note", "pipelines", str(error))]
+    return [found, Finding("ok", "pipelines", "it can be divided into stages by DecoderPipeline")]
 
 
 def _devices() -> Finding:
@@ -271,10 +233,10 @@ def _devices() -> Finding:
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
     apart = [f"{i} and {j}" for i in range(count) for j in range(i) if not torch.cuda.can_device_access_peer(i, j)]
     if apart:
-        return Finding(
-            "note", "GPUs", f"{count} x {names}; no peer copies between {', '.join(apart[:4])}: NCCL is used"
-        )
-    return Finding("ok", "GPUs", f"{count} x {names}" + (", each reaches the others' memory" if count > 1 else ""))
+        names += f"; no peer copies between {', '.join(apart[:4])}: NCCL is used"
+    elif count > 1:
+        names += ", each reaches the others' memory"
+    return Finding("note" if apart else "ok", "GPUs", f"{count} x {names}")
 
 
 def _links() -> list[Finding]:
@@ -286,10 +248,8 @@ def _links() -> list[Finding]:
         links = measure_links(count)
     except RuntimeError as error:
         return [Finding("bad", "links", f"{count} processes could not send to each other by NCCL: {error}")]
-    text = (
-        f"each GPU sends and receives {links.bytes_per_second / 1e9:.0f} GB/s at once by NCCL, and 64 KiB in "
-        f"{links.latency * 1e6:.0f} us"
-    )
+    rate, latency = f"{links.bytes_per_second / 1e9:.0f} GB/s", f"{links.latency * 1e6:.0f} us"
+    text = f"each GPU sends and receives {rate} at once by NCCL, and 64 KiB in {latency}"
     return [Finding("ok", "links", text)]
 
 
@@ -298,14 +258,8 @@ def _kernel(block: DistCAConfig, heads: Heads) -> list[Finding]:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        kernel = select_kernel(
-            block.kernel,
-            device=device,
-            dtype=dtype,
-            q_heads=heads.query,
-            kv_heads=heads.key_value,
-            head_dim=heads.head_dim,
-        )
+        q, kv, dim = heads.query, heads.key_value, heads.head_dim
+        kernel = select_kernel(block.kernel, device=device, dtype=dtype, q_heads=q, kv_heads=kv, head_dim=dim)
     except KernelError as error:
         return [Finding("bad", "kernel", str(error))]
     apart = kernel_error(kernel, heads, device, dtype)
@@ -321,30 +275,6 @@ def _kernel(block: DistCAConfig, heads: Heads) -> list[Finding]:
     return found
 
 
-def kernel_error(kernel: Kernel, heads: Heads, device: torch.device, dtype: torch.dtype) -> float:
-    """The largest relative error of a kernel's out, dq, dk and dv on a few packed documents, against the reference in
-    fp64; infinite where it is no number."""
-    generator = torch.Generator().manual_seed(0)
-    tasks = RankPlan(home_routes(Layout.from_lengths([_LENGTHS]), 0)).local
-    spec = AttentionSpec(heads.head_dim**-0.5)
-
-    def drawn(count: int) -> torch.Tensor:
-        return torch.randn(sum(_LENGTHS), count, heads.head_dim, generator=generator).to(device, dtype)
-
-    def run(by: Kernel, wide: torch.dtype) -> tuple[torch.Tensor, ...]:
-        q, k, v, dout = (t.to(wide) for t in given)
-        out, lse = by.forward(q, k, v, tasks, spec)
-        dk, dv = (torch.empty_like(t, dtype=by.grad_dtype(wide)) for t in (k, v))
-        dq = torch.empty_like(q)
-        by.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, Gradients(dq, dk, dv))
-        return out, dq, dk, dv
-
-    given = drawn(heads.query), drawn(heads.key_value), drawn(heads.key_value), drawn(heads.query)
-    pairs = zip(run(kernel, dtype), run(make_kernel("reference"), torch.float64), strict=True)
-    errors = [float((one.double() - other).norm() / other.norm()) for one, other in pairs]
-    return max(error if error == error else float("inf") for error in errors)
-
-
 def _memory(block: DistCAConfig, model: Model, tokens: int, shards: int) -> Finding:
     """What the plugin takes of a GPU beside what training does, and what there is."""
     layers = sum(model.windows.values())
@@ -356,9 +286,8 @@ def _memory(block: DistCAConfig, model: Model, tokens: int, shards: int) -> Find
         f"attention of up to {layers} layers",
         False: "keeps no attention under activation checkpointing",
     }[block.keep_attention]
-    text = (
-        f"with {tokens} tokens a rank the plugin {use}, and {staging:.1f} GiB for staging where peer copies are used"
-    )
+    text = f"with {tokens} tokens a rank the plugin {use}"
+    text += f", and {staging:.1f} GiB for staging where peer copies are used"
     if not torch.cuda.is_available():
         return Finding("note", "memory", f"{text}; there is no GPU here to compare with")
     free, total = (value / _GIB for value in torch.cuda.mem_get_info())
@@ -367,12 +296,3 @@ def _memory(block: DistCAConfig, model: Model, tokens: int, shards: int) -> Find
     if needed > total:
         return Finding("bad", "memory", f"{text}: it does not fit. Leave `keep_attention` out, or take fewer tokens")
     return Finding("note", "memory", text)
-
-
-def report(found: list[Finding], as_json: bool) -> str:
-    """What to print."""
-    good = all(finding.verdict != "bad" for finding in found)
-    if as_json:
-        return json.dumps({"good": good, "findings": [finding.__dict__ for finding in found]})
-    verdict = "the plugin can run here" if good else "the plugin cannot run as this is: see what is bad"
-    return "\n".join([*map(str, found), verdict])

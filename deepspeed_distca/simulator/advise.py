@@ -9,24 +9,14 @@ of it takes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
-from deepspeed_distca.config import parse_config
-from deepspeed_distca.data.lengths import read_json
-from deepspeed_distca.plan_options import plan_options
-from deepspeed_distca.scheduler.worth import PlanOptions
 from deepspeed_distca.simulator.documents import described, in_words, micro_batches, too_few
-from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
 from deepspeed_distca.simulator.step import Training, predict
-
-__all__ = ["LLAMA_3_8B", "Model", "advise", "read_config", "training_options"]
 
 #: Speed-up from which on it pays: less is lost in what is not predicted.
 WORTHWHILE = 1.02
@@ -35,18 +25,6 @@ NODE = 8
 _NODES = (
     "all ranks are taken to be in one node, since --node-size was not given; over slow links less is won, or nothing"
 )
-
-
-def training_options(config: Mapping[str, Any], ranks: int = 1, node_size: int | None = None) -> PlanOptions:
-    """With which a GPU plans when the `distca` block says nothing about it.
-
-    Args:
-        config: the model's.
-        ranks: that share attention.
-    """
-    sizes = SimpleNamespace(**(config.get("text_config") or config))
-    machines = {rank: str(rank // (node_size or ranks)) for rank in range(ranks)}
-    return plan_options(parse_config({}), torch.device("cuda"), sizes, servers=machines)
 
 
 @dataclass(frozen=True)
@@ -171,15 +149,3 @@ def advise(
 def _spread(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
     median, low, high = np.percentile(values, [50, 10, 90]).tolist()
     return median, low, high
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A JSON object: a model's config.json, or a DeepSpeed config.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
-    config = read_json(path.read_text(encoding="utf-8-sig"), str(path))
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    return config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``ds_distca profile``: its options, the measuring, and where the result goes."""
+"""``ds_distca profile``: a cost model of this device, measured, printed and stored."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from deepspeed_distca.attention_server.kernels import Kernel, KernelError, selec
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
 from deepspeed_distca.attention_server.setting import DTYPES, setting_of
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.cli import UsageError
+from deepspeed_distca.commands.shared import positive_int
 from deepspeed_distca.profiling.link import measure_link, partners_of, sizes_for
 from deepspeed_distca.profiling.measure import KernelBench, Measured, limits_for, limits_of, measure
 from deepspeed_distca.profiling.moving import Moves, measure_moving
@@ -37,15 +39,34 @@ _QUICK_BUDGET = 5.0
 _STAGING_MIB = 64
 
 
-class ProfileUsageError(ValueError):
-    """Options that cannot be used; the message says what was given and what is allowed."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    parser.add_argument("--heads", type=int, default=32, help="query heads (32)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads (8)")
+    parser.add_argument("--head-dim", type=int, default=128, help="elements of a query and key head (128)")
+    parser.add_argument("--value-dim", type=int, help="elements of a value head (as --head-dim)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument("--kernel", help="name of an attention kernel (the best that is installed and fits)")
+    parser.add_argument("--windows", metavar="W,W,...", help="windows to measure beside full causal attention (none)")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu (a GPU where there is one)")
+    parser.add_argument("--budget-seconds", type=_positive, help="time for measuring the kernel (30; --quick: 5)")
+    parser.add_argument("--tokens", type=positive_int, help="the longest document measured (as the budget allows)")
+    parser.add_argument("--quick", action="store_true", help="shorter documents, less exact")
+    parser.add_argument("--save", metavar="FILE", help="store it there in place of the user's cache")
 
 
-def profile(arguments: argparse.Namespace) -> int:
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Measures, prints and stores. Under a launcher all ranks measure the exchange, rank 0 alone the kernel.
 
     Raises:
-        ProfileUsageError: options, a device or a kernel that cannot be used.
+        UsageError: options, a device or a kernel that cannot be used.
     """
     heads = _heads(arguments)
     windows = _windows(arguments.windows)
@@ -69,7 +90,7 @@ def profile(arguments: argparse.Namespace) -> int:
             limits = limits_for(kernel, heads, dtype, device, windows, budget, arguments.quick)
         result = _profile_kernel(kernel, heads, dtype, device, limits, windows, budget, links, moves)
     except ValueError as error:  # KernelError among them
-        raise ProfileUsageError(str(error)) from error
+        raise UsageError(str(error)) from error
 
     from rich.console import Console
 
@@ -79,7 +100,7 @@ def profile(arguments: argparse.Namespace) -> int:
     try:
         result.profile.save(name)
     except OSError as error:
-        raise ProfileUsageError(f"{name}: {error.strerror or error}; name another file with --save") from error
+        raise UsageError(f"{name}: {error.strerror or error}; name another file with --save") from error
     console.print(f"stored in {name}", highlight=False, soft_wrap=True)
     return 0
 
@@ -158,7 +179,7 @@ def _about(kernel: Kernel, windows: list[int | None]) -> Mapping[str, Any]:
 def _cached_as(result: Result) -> Path:
     folder = cache_folder()
     if folder is None:
-        raise ProfileUsageError("there is no home folder to store the profile in; name a file with --save")
+        raise UsageError("there is no home folder to store the profile in; name a file with --save")
     return folder / file_name(result.profile.setting, result.profile.cost.heads)
 
 
@@ -168,7 +189,7 @@ def _destination(save: str | None) -> Path | None:
         return None
     path = Path(save)
     if path.is_dir():
-        raise ProfileUsageError(f"--save was given {save!r}, a folder; give the name of a file")
+        raise UsageError(f"--save was given {save!r}, a folder; give the name of a file")
     return path
 
 
@@ -177,7 +198,7 @@ def _heads(arguments: argparse.Namespace) -> Heads:
     try:
         return Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.value_dim, size)
     except ValueError as error:
-        raise ProfileUsageError(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 def _windows(text: str | None) -> list[int | None]:
@@ -189,7 +210,7 @@ def _windows(text: str | None) -> list[int | None]:
     except ValueError:
         sizes = [0]
     if sizes[0] < 1:
-        raise ProfileUsageError(f"--windows must be integers of 1 or more with commas between them, got {text!r}")
+        raise UsageError(f"--windows must be integers of 1 or more with commas between them, got {text!r}")
     return [None, *sizes]
 
 
@@ -202,15 +223,15 @@ def _device(name: str | None, local_rank: int) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise ProfileUsageError(f"--device was given {name!r}; allowed: cuda, cuda:1, ..., cpu") from error
+        raise UsageError(f"--device was given {name!r}; allowed: cuda, cuda:1, ..., cpu") from error
     if device.type == "cpu":
         return device
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise ProfileUsageError(f"--device was given {name!r}, which this machine does not have; allowed: cuda, cpu")
+        raise UsageError(f"--device was given {name!r}, which this machine does not have; allowed: cuda, cpu")
     if device.index is None:
         device = torch.device("cuda", local_rank)
     if device.index >= torch.cuda.device_count():
-        raise ProfileUsageError(f"--device {device}: there are {torch.cuda.device_count()} devices")
+        raise UsageError(f"--device {device}: there are {torch.cuda.device_count()} devices")
     torch.cuda.set_device(device)
     return device
 
@@ -237,5 +258,5 @@ def _kernel(
         for window in windows[1:]:
             kernel = select(kernel.name, window)
     except KernelError as error:
-        raise ProfileUsageError(str(error)) from error
+        raise UsageError(str(error)) from error
     return kernel

@@ -13,7 +13,6 @@ import datasets
 import numpy as np
 import pytest
 
-from deepspeed_distca.advise import training_options
 from deepspeed_distca.cli import main
 from deepspeed_distca.data.lengths import read_lengths
 from deepspeed_distca.layout import LENGTH, Layout
@@ -21,7 +20,7 @@ from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.worth import LINEAR_WORK, SEARCH, SEARCH_SEGMENT, Worth
 from deepspeed_distca.simulator.documents import micro_batches
-from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model, training_options
 from deepspeed_distca.simulator.step import MEMORY_RATE, OTHER, Training, predict
 
 TOKENS = 65536

@@ -13,14 +13,15 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaForCausalLM
 
-from deepspeed_distca import compat, doctor
-from deepspeed_distca.advise import LLAMA_3_8B, Model
+from deepspeed_distca import compat
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
 from deepspeed_distca.cli import main
+from deepspeed_distca.commands import doctor
 from deepspeed_distca.config import DistCAConfig
 from deepspeed_distca.huggingface import small_copy
 from deepspeed_distca.profiling.links import Links, measure_links
 from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
 
 CPU = torch.device("cpu")
 

@@ -41,7 +41,7 @@ IN_TWO = 0.027
 _LOOSER = (0.1, 0.4)
 
 #: And where a looser one would end sooner by this share at least if its transfers took no time. They do: of what that
-#: would gain, no more than half came true over the layouts of benchmarks/nodes.py, where it gained at all.
+#: would gain, no more than half came true over the layouts of benchmarks/nodes.py. Two nano-batches hide them.
 _PROSPECT = 1 / 16
 
 
@@ -179,8 +179,9 @@ class Worth:
         found = weigh(self._by_levels(tolerance, nodes))
         if has_prospects(tolerance):
             weigh(self._balanced(tolerance))
+        prospect = 0.0 if self._in_two else _PROSPECT
         for looser in _LOOSER if self._frugal else ():
-            if looser > tolerance and has_prospects(looser, _PROSPECT):
+            if looser > tolerance and has_prospects(looser, prospect):
                 before, found = found, weigh(self._by_levels(looser, nodes))
                 if found >= before < math.inf:
                     break

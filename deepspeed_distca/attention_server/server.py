@@ -148,8 +148,8 @@ class AttentionServer:
         the mean over ranks and micro-batches is the mean over all targets.
 
         Given at once is what forward needs. The second step plans backward, unless the micro-batch runs in two
-        nano-batches, and the third hears what the others say of that: both while the device has the first layers'
-        work. Nothing is exchanged by a plan that was not compared. All steps give the same.
+        nano-batches, and the third hears whether the others have the same: both while the device has the first layers'
+        work. All steps give the same.
 
         Args:
             ahead: what a loader has planned already.
@@ -167,17 +167,12 @@ class AttentionServer:
         else:
             divisor = everyone.step_targets / (self._ranks * self._accumulation_steps())
         given = plan, divisor or 1.0
-        # Whether rows move among its own servers or not, every rank says the same number of times what it has planned,
-        # and hears the others before it says more: one that has left the micro-batch meets a single message.
-        agreed = self._same(planned, what)
-        at_once = two or any(p.sent.any() for p in planned)
-        if at_once:
-            self._hear(agreed)
+        self._same(planned, what)()
+        if self._watch is not None:
+            self._watch.planned(sum(self._layers.values()))
         if not two:
             self._divide_exchange(plan, planned)
             yield given
-        if not at_once:
-            self._hear(agreed)
         backward = self._planned(two, layout, "backward", ahead)
         for p in backward:
             plan.layers[p.window].backward = Parts.whole(p.part)
@@ -208,12 +203,6 @@ class AttentionServer:
         if self._agreement is None or not planned or len(planned[0].sent) == 1:
             return lambda: None
         return self._agreement.same(fingerprint(*(p.digest for p in planned)), what)
-
-    def _hear(self, agreed: Callable[[], None]) -> None:
-        """The ranks agree on the plan of forward: from now on they need each other."""
-        agreed()
-        if self._watch is not None:
-            self._watch.planned(sum(self._layers.values()))
 
     def note_kept(self, layers: int) -> None:
         """Core attention of so many layers was kept for recomputation, in a micro-batch of the current step."""

@@ -128,7 +128,7 @@ def _profile_kernel(
 
     def part(which: slice) -> Measured:
         seconds = {phase: everything.seconds[phase][which] for phase in PHASES}
-        return Measured(everything.shapes[which], seconds, everything.rounds)
+        return Measured(everything.shapes[which], seconds, everything.rounds, everything.linear_rate)
 
     n = len(fitting)
     smallest = {phase: everything.seconds[phase][-1] for phase in PHASES}

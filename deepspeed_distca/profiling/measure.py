@@ -24,6 +24,8 @@ _MOST_ROUNDS = 15
 _FEWEST_ROUNDS = 3
 # The device's share that the buffers may take, kernels' own work rows included.
 _MEMORY_SHARE = 0.6
+# Matrix products in front of every call.
+_IN_FRONT = 2
 
 
 class Stopwatch:
@@ -34,11 +36,25 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device = device
-        if device.type == "cuda":
-            size = 8192 if dtype.itemsize == 2 else 4096
-            self._a, self._b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-            self._product = torch.empty_like(self._a)
+        self._device, self._products = device, list[float]()  # seconds of each time that they ran
+        size = 512 if device.type != "cuda" else 8192 if dtype.itemsize == 2 else 4096
+        self._a, self._b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        self._product = torch.empty_like(self._a)
+        if device.type != "cuda":
+            for _ in range(3):
+                start = time.perf_counter()
+                self._multiply()
+                self._products.append(time.perf_counter() - start)
+
+    def _multiply(self) -> None:
+        for _ in range(_IN_FRONT):
+            torch.mm(self._a, self._b, out=self._product)
+
+    @property
+    def linear_rate(self) -> int:
+        """Floating-point operations a second of the products."""
+        typical = min(self._products) if self._device.type == "cpu" else statistics.median(self._products)
+        return round(_IN_FRONT * 2 * len(self._a) ** 3 / typical)
 
     def start(self, call: Callable[[], object]) -> Callable[[], float]:
         """Runs it, on a GPU only launches it; what is returned waits and says the seconds.
@@ -51,15 +67,16 @@ class Stopwatch:
             call()
             seconds = time.perf_counter() - start
             return lambda: seconds
-        for _ in range(2):
-            torch.mm(self._a, self._b, out=self._product)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        first.record()
+        self._multiply()
         begin.record()
         call()
         end.record()
 
         def read() -> float:
             end.synchronize()
+            self._products.append(first.elapsed_time(begin) / 1e3)
             return begin.elapsed_time(end) / 1e3
 
         return read
@@ -89,6 +106,11 @@ class KernelBench:
         self._out = torch.empty_like(self._dout)
         self._lse = torch.empty(heads.query * limits.longest, device=device, dtype=torch.float32)
 
+    @property
+    def linear_rate(self) -> int:
+        """See :class:`Stopwatch`."""
+        return self._stopwatch.linear_rate
+
     def start(self, shape: Shape) -> dict[Phase, Callable[[], float]]:
         """One forward and one backward call, by phase; the seconds of each are read afterwards (Stopwatch.start)."""
         tasks, spec = shape.tasks, AttentionSpec(self.heads.head_dim**-0.5, shape.window)
@@ -107,11 +129,13 @@ class KernelBench:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of every shape in each phase, over so many rounds."""
+    """Seconds of every shape in each phase, over so many rounds, and the rate of matrix products beside them, in
+    floating-point operations a second."""
 
     shapes: tuple[Shape, ...]
     seconds: dict[Phase, list[float]]
     rounds: int
+    linear_rate: int
 
 
 def measure(bench: KernelBench, shapes: Sequence[Shape], budget: float) -> Measured:
@@ -145,7 +169,8 @@ def measure(bench: KernelBench, shapes: Sequence[Shape], budget: float) -> Measu
         ) from error
     # Other processes take a CPU's time and never give any: there the shortest time is the call's own.
     typical = min if bench.device.type == "cpu" else statistics.median
-    return Measured(tuple(shapes), {phase: [typical(x) for x in samples[phase]] for phase in PHASES}, rounds)
+    seconds = {phase: [typical(x) for x in samples[phase]] for phase in PHASES}
+    return Measured(tuple(shapes), seconds, rounds, bench.linear_rate)
 
 
 def limits_for(

@@ -50,6 +50,7 @@ def print_result(result: Result, console: Console) -> None:
         )
     console.print(table)
     console.print(f"smallest call {cost.launch / 1e9:.1f} us", highlight=False)
+    console.print(f"linear layers {cost.linear_rate / 1e12:.4g} TFLOP/s", highlight=False)
     for kind, (rate, latency) in LINKS.items():
         link = f"{getattr(cost, rate) / 2**30:.1f} GiB/s each way, latency {getattr(cost, latency) / 1e9:.1f} us"
         about = result.profile.about[f"exchange {kind}"]

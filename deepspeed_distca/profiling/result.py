@@ -115,6 +115,7 @@ def build(
         unseen[phase] = PredictionError.of(predicted[phase], np.array(held_out.seconds[phase]))
     # One floor for both phases; the smaller keeps its promise in each.
     model = CostModel(heads, phases["forward"], phases["backward"], launch=min(floors.values()))
+    model = replace(model, linear_rate=fitting.linear_rate)
     link_errors, exchange = {}, {}
     for kind, link in links.items():
         try:

@@ -55,7 +55,8 @@ def key_start(q_start: Any, window: int | None = None) -> Any:
 
 _UNIT = " (femtoseconds)"
 _MOVING = ("moving_forward", "moving_backward")
-_NIC = ("nic_bytes_per_second", "nic_latency")
+#: Terms that profiles were first written without.
+_LATER = ("nic_bytes_per_second", "nic_latency", "linear_rate")
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,9 @@ _REFERENCE_HEADS = Heads(query=32, key_value=8, head_dim=128)
 _H200_FORWARD = PhaseCost(pair=27_093, query_row=6_967_785, key_row=0, task=1_824_430_452)
 _H200_BACKWARD = PhaseCost(pair=66_108, query_row=10_305_242, key_row=21_324_438, task=2_035_929_155)
 
-# By `measure_moving` on two H200s (host: Intel Xeon, 2026-11-30), peer copies, heads of 64 and of 128 together.
-_H200_MOVING_FORWARD = MovingCost(layer=725_000_000_000, message=11_000_000_000)
-_H200_MOVING_BACKWARD = MovingCost(layer=1_370_000_000_000, message=11_000_000_000)
+# By `ds_distca profile` on two H200s (host: Intel Xeon, 2026-11-30, commit 4ce236b), peer copies, heads of 64.
+_H200_MOVING_FORWARD = MovingCost(layer=394_000_000_000, message=4_400_000_000)
+_H200_MOVING_BACKWARD = MovingCost(layer=1_082_000_000_000, message=5_400_000_000)
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ class CostModel:
         latency: femtoseconds of a transfer of no size. With the default rate, 4 MiB take the measured 0.09 ms.
         moving_forward, moving_backward: cost of a layer in which rows move, in each phase.
         nic_bytes_per_second, nic_latency: of transfers between nodes.
+        linear_rate: floating-point operations a second of linear layers' matrix products; 0: not measured, taken to be
+            the rate at which attention's forward goes through its pairs.
     """
 
     heads: Heads = field(default_factory=Heads)
@@ -147,13 +150,14 @@ class CostModel:
     moving_backward: MovingCost = _H200_MOVING_BACKWARD
     nic_bytes_per_second: int = 50 * 10**9
     nic_latency: int = 78_000_000_000
+    linear_rate: int = 0
 
     def __post_init__(self) -> None:
         for phase in PHASES:
             for name, value in asdict(getattr(self, phase)).items():
                 integer(f"cost model: {name} of {phase}", value, 0, MAX_TERM, _UNIT)
         links = (("bytes_per_second", 1), ("latency", 0), ("nic_bytes_per_second", 1), ("nic_latency", 0))
-        for name, low in (("launch", 0), *links):
+        for name, low in (("launch", 0), *links, ("linear_rate", 0)):
             integer(f"cost model: {name}", getattr(self, name), low, MAX_TERM)
 
     @classmethod
@@ -219,11 +223,15 @@ class CostModel:
         return np.where(loads > 0, np.maximum(loads, self.launch), 0) / UNITS_PER_SECOND
 
     def linear_seconds(self, flops: int) -> float:
-        """Predicted seconds of linear layers, at the rate at which attention's forward goes through its pairs."""
+        """Predicted seconds of linear layers' matrix products."""
+        if self.linear_rate:
+            return flops / self.linear_rate
         return flops * self.forward.pair / (2 * _work(self.heads)) / UNITS_PER_SECOND
 
     def linear_cost(self, flops: int) -> int:
         """The same in whole femtoseconds, comparable with tasks'."""
+        if self.linear_rate:
+            return flops * UNITS_PER_SECOND // self.linear_rate
         return flops * self.forward.pair // (2 * _work(self.heads))
 
     def transfer_seconds(self, sent: Any, received: Any = 0, *, between_nodes: bool = False) -> Any:
@@ -256,8 +264,8 @@ class CostModel:
         """Every integer but the heads, for :meth:`from_terms`: what ranks tell each other."""
         phases, moving = (self.forward, self.backward), (self.moving_forward, self.moving_backward)
         tasks, rows = ([value for part in parts for value in asdict(part).values()] for parts in (phases, moving))
-        nic = self.nic_bytes_per_second, self.nic_latency
-        return (*tasks, self.launch, self.bytes_per_second, self.latency, *rows, *nic)
+        last = self.nic_bytes_per_second, self.nic_latency, self.linear_rate
+        return (*tasks, self.launch, self.bytes_per_second, self.latency, *rows, *last)
 
     @classmethod
     def from_terms(cls, heads: Heads, terms: Sequence[int]) -> CostModel:
@@ -266,8 +274,8 @@ class CostModel:
         Raises:
             ValueError: another number of terms, or one out of range.
         """
-        if len(terms) != 17:
-            raise ValueError(f"cost model: expected 17 terms, got {len(terms)}")
+        if len(terms) != 18:
+            raise ValueError(f"cost model: expected 18 terms, got {len(terms)}")
         forward, backward, (launch, rate, latency) = PhaseCost(*terms[:4]), PhaseCost(*terms[4:8]), terms[8:11]
         moving = MovingCost(*terms[11:13]), MovingCost(*terms[13:15])
         return cls(heads, forward, backward, launch, rate, latency, *moving, *terms[15:])
@@ -278,8 +286,8 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
-        """What :meth:`to_dict` gave. What moving rows costs, and links between nodes, may be left out, as profiles
-        did at first: they are the default then.
+        """What :meth:`to_dict` gave. What moving rows costs, links between nodes and the rate of linear layers may
+        be left out, as profiles did at first: they are the default then.
 
         Raises:
             ValueError: unknown or missing keys, or values out of range.
@@ -287,7 +295,7 @@ class CostModel:
         kinds: list[tuple[str, Any]] = [(name, PhaseCost) for name in PHASES]
         kinds += [(name, MovingCost) for name in _MOVING]
         known = set(cls.__dataclass_fields__)
-        if not isinstance(values, Mapping) or not known - {*_MOVING, *_NIC} <= set(values) <= known:
+        if not isinstance(values, Mapping) or not known - {*_MOVING, *_LATER} <= set(values) <= known:
             raise ValueError(f"cost model: expected a mapping with the keys {sorted(known)}, got {shown(values)}")
         terms = {**values, "heads": Heads.from_dict(values["heads"])}
         for name, kind in kinds:

@@ -30,9 +30,9 @@ from deepspeed_distca.scheduler.worth import (
 )
 from deepspeed_distca.simulator.model import Model
 
-#: Seconds for each of matrix products that are neither these, at attention's rate, nor element-wise work, the loss or
+#: Seconds for each of matrix products that are neither these, at their rate, nor element-wise work, the loss or
 #: the optimizer. Fitted to the first of the runs in docs/predict.md, and to nothing else.
-OTHER = 0.137
+OTHER = 0.196
 #: Bytes a second of an H200's memory, by its data sheet.
 MEMORY_RATE = 4.8e12
 #: Bytes of an H200's memory, by its data sheet, and the share that stays free where `keep_attention` is left out.

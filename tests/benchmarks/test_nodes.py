@@ -54,8 +54,22 @@ def test_the_pages_table_is_the_results(servers: int) -> None:
 
 def test_what_the_page_says_of_the_table() -> None:
     page = " ".join((ROOT / "docs" / "nodes.md").read_text(encoding="utf-8").split())
+    linear = nodes.cost_model().linear_seconds(3 * nodes.LINEAR * nodes.TOKENS)
+    of_ideal = {
+        (servers, way): [
+            (linear + row[f"{way}_s"]) / (linear + row["ideal_s"]) for row in ROWS if row["servers"] == servers
+        ]
+        for servers in (64, 128, 256, 512)
+        for way in ("in_two", "chosen")
+    }
+    average = {key: sum(ratios) / len(ratios) for key, ratios in of_ideal.items()}
+    most = {way: max(max(r) for (_, w), r in of_ideal.items() if w == way) for way in ("in_two", "chosen")}
     few, many = ({key: mean(servers, key) for key in ROWS[0] if key.endswith(("_s", "_ms"))} for servers in (64, 512))
     for sentence in (
+        f"a layer takes {average[64, 'in_two']:.2f} of the ideal on average at 64 GPUs",
+        f"and {average[512, 'in_two']:.2f} at 512, {most['in_two']:.2f} at most",
+        f"`local_first` takes {average[64, 'chosen']:.2f} and {average[512, 'chosen']:.2f}",
+        f"{average[512, 'chosen']:.2f}, {most['chosen']:.2f} at most",
         f"with `local_first` {few['chosen_even_s']:.3f} s in place of {few['chosen_s']:.3f} at 64 GPUs",
         f"and {many['chosen_even_s']:.3f} of {many['chosen_s']:.3f} at 512",
         f"with `ping_pong` {few['in_two_even_s']:.3f} of {few['in_two_s']:.3f} s at 64 GPUs",

@@ -21,16 +21,9 @@ def rows() -> list[benchmark.Errors]:
     return benchmark.table()
 
 
-def test_errors_are_within_bounds_or_named(rows: list[benchmark.Errors]) -> None:
+def test_errors_are_within_bounds(rows: list[benchmark.Errors]) -> None:
     for row in rows:
-        within = row.median <= benchmark.MEDIAN and row.worst <= benchmark.WORST
-        assert within != bool(row.beyond), (row.run.name, row.median, row.worst, row.beyond)
-    assert sum(bool(row.beyond) for row in rows) == len(benchmark.BEYOND)
-    # A run beyond the bounds for one step is within them without it.
-    for row in rows:
-        if "single step" in row.beyond or row.beyond == "the same":
-            rest = sorted(map(abs, row.steps))[:-1]
-            assert max(rest) <= benchmark.MEDIAN
+        assert row.median <= benchmark.MEDIAN and row.worst <= benchmark.WORST, (row.run.name, row.median, row.worst)
 
 
 def test_the_published_table_and_chart_are_what_the_script_makes(rows: list[benchmark.Errors]) -> None:
@@ -46,4 +39,4 @@ def test_nothing_is_tuned_but_on_the_first_run(rows: list[benchmark.Errors]) -> 
 
 def test_ulysses_is_predicted_as_well() -> None:
     sizes = sorted(map(abs, benchmark.ulysses()))
-    assert len(sizes) == 102 and sizes[51] <= benchmark.MEDIAN and sizes[-1] <= benchmark.WORST
+    assert len(sizes) == 78 and sizes[39] <= benchmark.MEDIAN and sizes[-1] <= benchmark.WORST

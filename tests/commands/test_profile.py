@@ -44,7 +44,7 @@ def test_what_is_measured_is_stored_and_used(capsys):
     for cost in (stored.cost.forward, stored.cost.backward):
         # 2048 multiply-adds forward: between a TFLOP/s and a hundredth of a GFLOP/s.
         assert 4e6 < cost.pair < 4e11
-    assert stored.cost.launch > 0
+    assert stored.cost.launch > 0 and 1e8 < stored.cost.linear_rate < 1e15
     assert stored.cost.moving_backward == CostModel().moving_backward
     choice = choose(CPU, HEADS, folder=cache_folder())
     assert choice.cost == stored.cost and str(path) in choice.source

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -142,7 +143,7 @@ def test_refuses_wrong_terms_by_name(name, value):
 def test_refuses_terms_of_another_number():
     terms = CostModel.fitted().terms
     for wrong in (terms[:-1], (*terms, 1), ()):
-        with pytest.raises(ValueError, match="expected 17 terms"):
+        with pytest.raises(ValueError, match="expected 18 terms"):
             CostModel.from_terms(Heads(), wrong)
 
 
@@ -231,3 +232,15 @@ def test_joined_is_what_one_task_saves(window, a, b, c):
     cuts = Cuts(CostModel.fitted().backward, window, 1)
     middle, end = a + b, a + b + c
     assert cuts.cost(a, end) == cuts.cost(a, middle) + cuts.cost(middle, end) - cuts.joined(middle)
+
+
+def test_linear_layers_run_at_their_own_rate_whatever_the_heads() -> None:
+    measured = replace(CostModel.fitted(), linear_rate=700 * 10**12)
+    for heads in (Heads(32, 8, 128), Heads(32, 8, 64), Heads(8, 8, 256)):
+        cost = measured.for_heads(heads)
+        assert cost.linear_seconds(7 * 10**12) == pytest.approx(0.01) and cost.linear_cost(7 * 10**12) == 10**13
+        assert CostModel.from_terms(heads, cost.terms) == CostModel.from_dict(cost.to_dict()) == cost
+    older = {key: value for key, value in measured.to_dict().items() if key != "linear_rate"}
+    unknown = CostModel.from_dict(older)
+    # As fast as attention's forward: two matrix products of 128 numbers for each of 32 heads and each pair.
+    assert unknown.linear_seconds(4 * 32 * 128) == pytest.approx(unknown.forward.pair / 1e15)

@@ -7,6 +7,10 @@ packed documents is balanced over all data-parallel ranks.
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed_distca.huggingface.trainer_callback import DistCACallback
 
 __version__ = "0.1.0"
 
@@ -26,10 +30,19 @@ if not _is_command():
     from deepspeed_distca.data import AccumulationLoader, PackedSequenceCollator, pack_step
     from deepspeed_distca.engine_hooks import attach, install, uninstall
     from deepspeed_distca.engine_runtime import Runtime
-    from deepspeed_distca.huggingface.trainer_callback import DistCACallback
     from deepspeed_distca.layout import Layout, LayoutError, Segment
 
     install()
+
+
+def __getattr__(name: str) -> Any:
+    """The callback is imported when it is asked for: transformers' Trainer imports datasets, half a second."""
+    if name != "DistCACallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from deepspeed_distca.huggingface.trainer_callback import DistCACallback
+
+    return DistCACallback
+
 
 __all__ = [
     "AccumulationLoader",

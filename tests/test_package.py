@@ -20,3 +20,10 @@ def test_one_version():
     changes = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
     citation = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
     assert deepspeed_distca.__version__ == changes == citation
+
+
+def test_what_takes_long_is_not_imported() -> None:
+    slow = ("datasets", "pandas", "transformers.trainer")
+    script = f"import sys, deepspeed_distca; print([m for m in {slow} if m in sys.modules])"
+    done = run_program([sys.executable, "-c", script])
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout

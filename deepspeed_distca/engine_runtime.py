@@ -255,6 +255,12 @@ class Runtime:
         return self.server.stats
 
     @property
+    def history(self) -> list[StepStatistics]:
+        """Of the last 1000 steps, what was planned, and how long each took of the host's time: never waits for the
+        device. ``deepspeed_distca.report.write_run`` makes a page of it."""
+        return self.server.history
+
+    @property
     def planner(self) -> MicroBatchPlanner:
         """Plans micro-batches as this engine does: for ``GlobalPackedLoader.plan_ahead``."""
         return self.server.planner(in_two=self._ping_pong is not None and self._ping_pong.problem is None)

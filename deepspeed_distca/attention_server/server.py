@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from deepspeed_distca.attention_server.phase_planner import (
     PlanOptions,
 )
 from deepspeed_distca.attention_server.plan_request import PlanRequest
+from deepspeed_distca.attention_server.planned_step import KEPT, PlannedStep
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.statistics import DeviceTimer, StepStatistics, TimedExchange, TimedKernel
@@ -92,27 +95,43 @@ class AttentionServer:
         self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
         self._several_groups, self._watch = several_groups, watch
         self._kernels: dict[tuple, Kernel] = {}
-        self._statistics = StepStatistics()
-        self._statistics_step: int | None = None
-        self._loads: dict[str, float] = {}
-        self._noted: list[PlannedPhase] = []  # that are still to be added up
-        self._sent = np.zeros(0, dtype=np.int64)  # bytes of each server, of those that are
+        self._steps: deque[PlannedStep] = deque(maxlen=KEPT)
+        self._last: tuple[Layout, PlannedPhase] | None = None
 
     @property
     def stats(self) -> StepStatistics:
         """Statistics of the last step. On a GPU reading them waits for its kernels."""
-        self._statistics.server_seconds, self._statistics.exposed_seconds = self._timer.seconds
-        return self.planned
+        measured, statistics = self._timer.seconds, self.planned
+        statistics.server_seconds, statistics.exposed_seconds = measured
+        return statistics
 
     @property
     def planned(self) -> StepStatistics:
         """The same as planned, with what was measured in the step before only: never waits for the device."""
-        noted, self._noted = self._noted, []
-        if noted:
-            self._add_up(noted)
-        s = self._statistics
-        s.previous_server_seconds, s.previous_exposed_seconds = self._timer.previous
-        return s
+        statistics = self._statistics_of(self._steps[-1]) if self._steps else StepStatistics()
+        statistics.previous_server_seconds, statistics.previous_exposed_seconds = self._timer.previous
+        return statistics
+
+    @property
+    def history(self) -> list[StepStatistics]:
+        """Of the last steps, what was planned and how long each took of the host's time until the next one began."""
+        found = [self._statistics_of(step) for step in self._steps]
+        for statistics, (step, later) in zip(found, pairwise(self._steps), strict=False):
+            statistics.seconds = later.began - step.began
+        return found
+
+    @property
+    def last_plan(self) -> tuple[Layout, PlannedPhase] | None:
+        """The layout of the last micro-batch that was planned, and its forward by the layers of the first kind."""
+        return self._last
+
+    @property
+    def cost(self) -> CostModel:
+        """By which is planned."""
+        return self._cost
+
+    def _statistics_of(self, step: PlannedStep) -> StepStatistics:
+        return step.statistics(self._server, self._cost, self._planner)
 
     def planner(self, *, in_two: bool = False) -> MicroBatchPlanner:
         """Plans micro-batches; a copy of it plans ahead in another process.
@@ -160,8 +179,8 @@ class AttentionServer:
             {p.window: LayerPlan.whole(p.part, None, self._exchange, self._side, self._watch) for p in planned},
             self._kernel,
         )
-        self._statistics.micro_batches += 1
-        self._statistics.tokens += int(layout.tokens.sum())
+        self._steps[-1].micro_batches += 1
+        self._steps[-1].tokens += int(layout.tokens.sum())
         if everyone.step_targets is None:
             divisor = everyone.targets / self._ranks
         else:
@@ -189,7 +208,7 @@ class AttentionServer:
     def _planned(self, two: bool, layout: Layout, phase: Phase, ahead: PlannedAhead | None) -> list[PlannedPhase]:
         start = time.perf_counter()
         planned = self._planners[two].phase(layout, phase, ahead)
-        self._note(planned, start)
+        self._note(layout, planned, start)
         return planned
 
     def _divide_exchange(self, plan: StepPlan, planned: list[PlannedPhase]) -> None:
@@ -206,7 +225,7 @@ class AttentionServer:
 
     def note_kept(self, layers: int) -> None:
         """Core attention of so many layers was kept for recomputation, in a micro-batch of the current step."""
-        self._statistics.kept_layers = layers
+        self._steps[-1].kept_layers = layers
 
     def plan_tick(
         self, phase: Phase, kinds: Sequence[tuple[Layout, int | None, int]], *, note: bool, micro_batches: int = 0
@@ -222,8 +241,8 @@ class AttentionServer:
         planned = [self._planner.plan(layout, window, phase, layers) for layout, window, layers in kinds]
         self._same(planned, f"the plan of a {phase} tick")()
         if note:
-            self._note(planned, start)
-            self._statistics.micro_batches += micro_batches
+            self._note(kinds[0][0] if kinds else None, planned, start)
+            self._steps[-1].micro_batches += micro_batches
         return [p.part for p in planned]
 
     def step_plan(self, window: int | None, forward: RankPlan, backward: RankPlan | None) -> StepPlan:
@@ -289,33 +308,13 @@ class AttentionServer:
             )
         return self._kernels[key]
 
-    def _note(self, planned: list[PlannedPhase], start: float) -> None:
-        """Takes down what was planned, since a time of the host's. It is added up when it is asked for: a device may
-        be waiting for the plan."""
-        step = self._step()
-        if step != self._statistics_step:
-            self._statistics, self._statistics_step = StepStatistics(), step
+    def _note(self, layout: Layout | None, planned: list[PlannedPhase], start: float) -> None:
+        """Takes down what was planned, since a time of the host's."""
+        number = self._step()
+        if not self._steps or self._steps[-1].number != number:
+            self._steps.append(PlannedStep(number, start))
             self._timer.reset()
-            self._loads = dict.fromkeys(("max_before", "max_after", "mean_before", "mean_after", "moved"), 0.0)
-            self._noted, self._sent = [], np.zeros(0, dtype=np.int64)
-        self._statistics.planning_ms += (time.perf_counter() - start) * 1e3
-        self._noted += planned
-
-    def _add_up(self, noted: list[PlannedPhase]) -> None:
-        s, total = self._statistics, self._loads
-        self._sent = np.sum([p.sent for p in noted], axis=0) + (self._sent if len(self._sent) else 0)
-        seconds = np.array(s.predicted_server_seconds or [0.0] * len(self._sent))
-        speeds = self._planner.speeds(len(self._sent))
-        for p in noted:
-            for when, loads in (("before", p.tasks.loads_before), ("after", p.tasks.loads)):
-                total[f"max_{when}"] += p.layers * self._planner.last_load(p.weights, loads)
-                total[f"mean_{when}"] += p.layers * float(loads.mean())
-            total["moved"] += p.layers * float(np.maximum(p.tasks.loads_before - p.tasks.loads, 0).sum())
-            seconds += p.layers * self._cost.seconds(p.tasks.loads) / speeds
-        s.balance_before = total["max_before"] / total["mean_before"] if total["mean_before"] else 1.0
-        s.balance_after = total["max_after"] / total["mean_after"] if total["mean_after"] else 1.0
-        at_home = total["mean_before"] * len(self._sent)
-        s.moved_share = total["moved"] / at_home if at_home else 0.0
-        s.bytes_sent, s.bytes_sent_max = int(self._sent[self._server]), int(self._sent.max())
-        s.bytes_sent_mean = float(self._sent.mean())
-        s.predicted_server_seconds = seconds.tolist()
+        self._steps[-1].planning_ms += (time.perf_counter() - start) * 1e3
+        self._steps[-1].add(planned)
+        if layout is not None and planned[0].phase == "forward":
+            self._last = layout, planned[0]

@@ -40,6 +40,8 @@ class StepStatistics:
             nano-batches keep all, which does not count.
         previous_server_seconds, previous_exposed_seconds: the same two of the last timed step before this one, as far
             as they can be told without waiting for the device; None where they cannot. To read them has no step timed.
+        step: its number.
+        seconds: of the host, from its first plan to the next step's; None: not known yet.
     """
 
     balance_before: float = 1.0
@@ -57,6 +59,8 @@ class StepStatistics:
     tokens: int = 0
     previous_server_seconds: float | None = None
     previous_exposed_seconds: float | None = None
+    step: int = 0
+    seconds: float | None = None
 
     def __str__(self) -> str:
         """One line to print."""

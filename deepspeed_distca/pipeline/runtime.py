@@ -207,6 +207,11 @@ class PipelineRuntime:
         """Statistics of the last training step; reading the kernels' time on a GPU waits for them."""
         return self.server.stats
 
+    @property
+    def history(self) -> list[StepStatistics]:
+        """See ``deepspeed_distca.engine_runtime.Runtime``."""
+        return self.server.history
+
     def detach(self) -> None:
         """Gives the engine its own methods back; ``engine.distca`` stays, out of use, until the plugin is attached
         anew. To be called on all ranks."""

@@ -183,39 +183,53 @@ def stacked(rows: Sequence[tuple[str, Mapping[str, float]]], colours: Mapping[st
     return figure
 
 
-def lines(xs: Sequence[int], series: Sequence[tuple[str, str, Sequence[float]]], unit: str) -> Figure:
-    """Series over numbers of ranks, each twice the one before.
+def lines(
+    xs: Sequence[int],
+    series: Sequence[tuple[str, str, Sequence[float]]],
+    unit: str,
+    *,
+    title: str = "Speed-up over the number of ranks",
+    along: str = "ranks",
+) -> Figure:
+    """Series over whole numbers, which are drawn at equal distances.
 
     Args:
         series: words, colour and values.
+        unit: behind a value.
+        along: what the numbers are of.
     """
     height = 240
-    figure = Figure(height + 40, "Speed-up over the number of ranks", left=44, right=24)
+    figure = Figure(height + 40, title, left=52, right=24)
     values = [value for _, _, found in series for value in found]
-    step = next(
-        step for step in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if (max(values) - min(values)) / step <= 6 or step == 5.0
-    )
+    step = _round_step((max(values) - min(values)) / 6)
     low, high = math.floor(min(values) / step + 1e-9) * step, math.ceil(max(values) / step - 1e-9) * step
     high = max(high, low + step)
 
     def y(value: float) -> float:
         return 6 + height * (high - value) / (high - low)
 
+    digits = max(1, -math.floor(math.log10(step)))
     for tick in range(round((high - low) / step) + 1):
         at = low + tick * step
         figure.line(0, y(at), 1, y(at))
-        figure.text(0, y(at) + 4, f"{at:.1f}{unit}", "end", shift=-8)
+        figure.text(0, y(at) + 4, f"{at:.{digits}f}{unit}", "end", shift=-8)
     places = [number / max(len(xs) - 1, 1) for number in range(len(xs))]
-    for place, ranks in zip(places, xs, strict=True):
-        figure.text(place, height + 24, str(ranks), "middle")
-    figure.text(0.5, height + 40, "ranks", "middle")
+    for number in range(0, len(xs), -(-len(xs) // 8)):
+        figure.text(places[number], height + 24, f"{xs[number]:,}", "middle")
+    figure.text(0.5, height + 40, along, "middle")
     for words, colour, found in series:
         points = [(place, y(value)) for place, value in zip(places, found, strict=True)]
         for a, b in pairwise(points):
             figure.line(*a, *b, colour)
-        for (place, at), ranks, value in zip(points, xs, found, strict=True):
-            figure.dot(place, at, colour, f"{words}, {ranks} ranks: {value:.2f}{unit}")
+        for (place, at), x, value in zip(points, xs, found, strict=True):
+            figure.dot(place, at, colour, f"{words}, {x:,} {along}: {value:.{digits + 1}f}{unit}")
     return figure
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 0.1, 0.2, 0.5, 1, 2, 5 times a power of ten that is no less; at least 0.01."""
+    power = 10.0 ** math.floor(math.log10(max(least, 0.01)))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= max(least, 0.01) * (1 - 1e-9))
 
 
 def batches(rows: Sequence[tuple[float, ...]]) -> Figure:

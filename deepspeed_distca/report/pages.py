@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from deepspeed_distca.simulator.advise import Advice
     from deepspeed_distca.simulator.simulate import Simulated
 
-_BEFORE_AFTER = (("plain", "before"), ("plugin", "after"))
-_MAP = (
+BEFORE_AFTER = (("plain", "before"), ("plugin", "after"))
+MAP = (
     "One phase of one layer: a row is a server, a block the attention of a document, in the colour of the rank where "
     "its queries are. Faint blocks stay at home, full ones came from another rank."
 )
@@ -48,13 +48,13 @@ def plan_page(plan: Plan, phase: str, table: Sequence[Sequence[str]], sent_mib: 
             (f"{sent_mib:,.1f} MiB", "sent by the mean rank, there and back"),
         ]
     )
-    page.figure("loads", "Loads", "Attention of every rank, by the cost model.", loads(before, after), _BEFORE_AFTER)
-    page.figure("map", "The plan", _of(len(after), _MAP), plan_map(plan))
+    page.figure("loads", "Loads", "Attention of every rank, by the cost model.", loads(before, after), BEFORE_AFTER)
+    page.figure("map", "The plan", of_servers(len(after), MAP), plan_map(plan))
     home = np.zeros(len(after))
     np.add.at(home, plan.tasks.rows[~plan.moved, 4], plan.seconds[~plan.moved])
     doing = (("plain", "queries of its own"), ("plugin", "queries of other ranks"))
     panels = [("before", [(before, np.zeros_like(before))]), ("after", [(home, np.maximum(after - home, 0.0))])]
-    words = _of(len(after), "What every server computes, first what is at home.")
+    words = of_servers(len(after), "What every server computes, first what is at home.")
     page.figure("timeline", "In time", words, timeline(panels, doing), doing)
     page.table("Servers", table)
     return page
@@ -127,18 +127,18 @@ def _layer(page: Page, training: Training, layout: Layout, before: Loads, after:
     tasks, _ = worth.spread(RouteCompiler(layout, worth.home.rows, training.options.nodes))
     plan = Plan.of(layout, tasks, training.cost, phase, window)
     words = "Attention of one layer's backward on every rank, the first micro-batch."
-    page.figure("loads", "Loads", words, loads(*plan.loads()), _BEFORE_AFTER)
-    page.figure("map", "The plan", _of(layout.num_ranks, _MAP), plan_map(plan))
+    page.figure("loads", "Loads", words, loads(*plan.loads()), BEFORE_AFTER)
+    page.figure("map", "The plan", of_servers(layout.num_ranks, MAP), plan_map(plan))
     panels = [
         (words, [_doing(found[window, phase]) for phase in PHASES if (window, phase) in found])
         for words, found in (("without the plugin", before), ("with it", after))
     ]
-    page.figure("timeline", "A layer in time", _of(layout.num_ranks, _LAYER), timeline(panels, DOING), DOING)
+    page.figure("timeline", "A layer in time", of_servers(layout.num_ranks, _LAYER), timeline(panels, DOING), DOING)
 
 
 def _doing(load: Load) -> tuple[np.ndarray, ...]:
     return load.linear, load.attention, np.broadcast_to(load.exposed, load.linear.shape)
 
 
-def _of(ranks: int, words: str) -> str:
+def of_servers(ranks: int, words: str) -> str:
     return words if ranks <= ROWS else f"{words} The first {ROWS} of {ranks} ranks."

@@ -7,6 +7,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import deepspeed
 import numpy as np
@@ -19,6 +20,7 @@ from deepspeed_distca import Layout, PackedSequenceCollator
 from deepspeed_distca.attention_server.coordination.agreement import AgreementError
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.huggingface.adapter import UnsupportedModelError
+from deepspeed_distca.report import write_run
 from tests.distributed import model_families
 from tests.distributed.engine_worker import documents_of, ds_config, reference, tiny_llama
 from tests.distributed.models_worker import DISTCA, LAYOUT, worst_error
@@ -390,6 +392,11 @@ def monitored(seed: int, folder: str) -> dict:
             times.append([begin, time.perf_counter(), stats.tokens])
             expected.append([stats.balance_before, stats.bytes_moved])
             measured.append([stats.server_seconds * 1e3, stats.exposed_seconds * 1e3])
+    history = engine.distca.history
+    assert [step.tokens for step in history] == [tokens for *_, tokens in times] and history[0].seconds > 0
+    if dist.get_rank() == 0:
+        write_run(engine, Path(folder) / "run.html")
+        assert "3 optimizer steps" in (Path(folder) / "run.html").read_text()
     dist.barrier()
     engine.distca.detach()
     left = sorted({"step", "backward"} & vars(engine).keys())

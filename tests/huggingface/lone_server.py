@@ -26,17 +26,17 @@ def lone_server(
     cost: CostModel, options: PlanOptions, exchange: NoExchange | None = None, **more: Any
 ) -> AttentionServer:
     """Server 0, of layers without a window."""
-    return AttentionServer(
-        agreement=None,
-        exchange=exchange or NoExchange(),
-        server=0,
-        cost=cost,
-        options=options,
-        windows=[None],
-        kernel="reference",
-        local_first=True,
-        accumulation_steps=lambda: 1,
-        ranks=1,
-        step=lambda: 0,
-        **more,
-    )
+    given: dict[str, Any] = {
+        "agreement": None,
+        "exchange": exchange or NoExchange(),
+        "server": 0,
+        "cost": cost,
+        "options": options,
+        "windows": [None],
+        "kernel": "reference",
+        "local_first": True,
+        "accumulation_steps": lambda: 1,
+        "ranks": 1,
+        "step": lambda: 0,
+    }
+    return AttentionServer(**given | more)

@@ -10,14 +10,20 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from deepspeed_distca.attention_server.coordination.agreement import GlobalMicroBatch
+from deepspeed_distca.attention_server.server import AttentionServer
 from deepspeed_distca.cli import main
 from deepspeed_distca.layout import Layout
+from deepspeed_distca.report import write_run
 from deepspeed_distca.report.figures import Plan, loads, plan_map
 from deepspeed_distca.scheduler import CostModel, balance
+from deepspeed_distca.scheduler.worth import PlanOptions
+from tests.huggingface.lone_server import lone_server
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -33,6 +39,7 @@ FIGURES = {
     "plan": ["loads", "map", "timeline"],
     "advise": ["steps", "loads", "map", "timeline"],
     "simulate": ["parts", "scale", "loads", "map", "timeline"],
+    "run": ["balance", "seconds", "loads", "map"],
 }
 #: Says in the title of the page around it what a reader sees of it.
 LOOK = """<script>
@@ -64,7 +71,59 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     files = {name: folder / f"{name}.html" for name in commands}
     for name, arguments in commands.items():
         assert main([name, *arguments, "--html", str(files[name])]) == 0
+    files["run"] = folder / "run.html"
+    write_run(SimpleNamespace(distca=SimpleNamespace(server=trained(100))), files["run"])
     return files
+
+
+def trained(steps: int, servers: int = 4) -> AttentionServer:
+    """A server that has planned steps of two micro-batches each, without anybody else."""
+    now = [0]
+    server = lone_server(CostModel.fitted(), PlanOptions(0.02, 128), step=lambda: now[0], accumulation_steps=lambda: 2)
+    draw = np.random.default_rng(1)
+    for now[0] in range(steps):
+        for _ in range(2):
+            lengths = [[int(draw.integers(2000, 30000))], *[[1000] * 20 for _ in range(servers - 1)]]
+            for _given in server.plan(GlobalMicroBatch(Layout.from_lengths(lengths), 1, None)):
+                pass
+    return server
+
+
+def test_what_is_kept_of_a_run_is_what_its_steps_said() -> None:
+    said, now = [], [0]
+    server = lone_server(CostModel.fitted(), PlanOptions(0.02, 128), step=lambda: now[0])
+    for now[0] in range(5):
+        lengths = [[30000 - 5000 * now[0]], [1000] * 30]
+        list(server.plan(GlobalMicroBatch(Layout.from_lengths(lengths), 1, None)))
+        said.append(server.planned)
+    history = server.history
+    assert [step.step for step in history] == list(range(5))
+    for step, then in zip(history, said, strict=True):
+        for name in ("balance_before", "balance_after", "moved_share", "tokens", "bytes_sent", "micro_batches"):
+            assert getattr(step, name) == getattr(then, name)
+    assert all(step.seconds > 0 for step in history[:-1]) and history[-1].seconds is None
+    layout, last = server.last_plan
+    assert layout.tokens.tolist() == [10000, 30000] and last.phase == "forward"
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (SimpleNamespace(), "no `distca` block"),
+        (SimpleNamespace(distca=SimpleNamespace(server=SimpleNamespace(last_plan=None))), "no step was trained"),
+    ],
+)
+def test_a_run_that_there_is_not(engine: SimpleNamespace, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        write_run(engine, tmp_path / "run.html")
+
+
+def test_a_run_of_one_step_and_one_of_a_thousand(tmp_path: Path) -> None:
+    for steps in (1, 1200):
+        write_run(SimpleNamespace(distca=SimpleNamespace(server=trained(steps, 2))), tmp_path / "run.html")
+        text = (tmp_path / "run.html").read_text()
+        assert f"{min(steps, 1000):,} optimizer steps" in text and ('id="seconds"' in text) == (steps > 1)
+        assert text.count("<circle") <= 3 * 60 and len(text) < 200_000
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
+from deepspeed_distca.attention_server.coordination import position as position_module
 from deepspeed_distca.attention_server.coordination.errors import RankFailedError, is_connection_error
 from deepspeed_distca.attention_server.coordination.messages import Messenger
 from deepspeed_distca.attention_server.coordination.position import Position, Unchanged
@@ -94,6 +97,33 @@ def test_nobody_waits_for_a_rank_that_was_detached() -> None:
     sign = Sign(4).following(position, left=True)
     assert sign.count == 5 and not sign.unfinished and not FORWARD.waits_for(sign)
     assert Sign.from_text(sign.to_text()) == sign
+
+
+def test_no_garbage_is_collected_while_frames_are_looked_at(monkeypatch) -> None:
+    """A finalizer that waits for a thread which looks, too, would wait forever."""
+    looking, collected, looks = [False], [], []
+
+    class Dropped:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            collected.append(looking[0])
+
+    def current_frames() -> dict:
+        looking[0] = True
+        looks.append([[] for _ in range(2000)])  # allocates, as collecting frames does
+        found = sys._current_frames()
+        looking[0] = False
+        return found
+
+    monkeypatch.setattr(position_module, "sys", SimpleNamespace(_current_frames=current_frames))
+    position = Position(0)
+    for _ in range(3):
+        Dropped()
+        assert position.frame() is not None
+    gc.collect()
+    assert len(looks) == 3 and collected == [False] * 3 and gc.isenabled()
 
 
 def test_for_how_long_a_value_has_been_the_same() -> None:

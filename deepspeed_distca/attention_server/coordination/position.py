@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +17,8 @@ DETACHED = "where the plugin was detached"
 _AFTER_ALL = 1 << 62
 #: Where collectives of ours are called.
 _OURS = str(Path(__file__).parents[1])
+#: For who looks at the frames of threads.
+_LOOKING = threading.Lock()
 
 
 class Position:
@@ -63,8 +66,20 @@ class Position:
         return f"{'' if self.phase == BETWEEN else 'in '}{self.phase}{of}"
 
     def frame(self) -> FrameType | None:
-        """What the training's thread runs; None: it has ended."""
-        return sys._current_frames().get(self._thread)
+        """What the training's thread runs; None: it has ended.
+
+        Python holds a lock while it gathers the frames of all threads. Were garbage collected just then, as some
+        versions of 3.11 do (cpython issue 106883), a finalizer that waits for another thread, as that of a dropped
+        engine does, could wait forever: that thread waits for the lock, and keeps the interpreter.
+        """
+        with _LOOKING:
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                return sys._current_frames().get(self._thread)
+            finally:
+                if collects:
+                    gc.enable()
 
     def spot(self) -> tuple | None:
         """Two that are equal: the training's thread has not moved between. None: it has ended."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.kernels import KernelError, select_kernel
+from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
 from deepspeed_distca.attention_server.setting import setting_of
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
@@ -39,7 +39,7 @@ def find_cost_model(
         DistCAConfigError: the file that `distca.cost_model` names cannot be used.
     """
     try:
-        kernel = choose_kernel(config.kernel, heads, device, dtype, window)
+        kernel = choose_kernel(config.kernel, heads, device, dtype, window).name
     except KernelError:
         kernel = None  # the first layer complains
     try:
@@ -72,8 +72,10 @@ def said_cost_model(said: Mapping[str, Any], heads: Heads, own: Choice | None) -
     return own or Choice(CostModel.from_terms(heads, said["cost"]), "of rank 0's choice")
 
 
-def choose_kernel(name: str | None, heads: Heads, device: torch.device, dtype: torch.dtype, window: int | None) -> str:
-    """The name of the kernel that layers like the first will get; each layer chooses for what it is really given.
+def choose_kernel(
+    name: str | None, heads: Heads, device: torch.device, dtype: torch.dtype, window: int | None
+) -> Kernel:
+    """The kernel that layers of these heads and this window will get; each layer chooses for what it is really given.
 
     Raises:
         KernelError: none fits.
@@ -87,4 +89,4 @@ def choose_kernel(name: str | None, heads: Heads, device: torch.device, dtype: t
         head_dim=heads.head_dim,
         v_head_dim=heads.value_dim,
         spec=AttentionSpec(heads.head_dim**-0.5, window),
-    ).name
+    )

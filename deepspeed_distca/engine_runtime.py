@@ -236,7 +236,7 @@ class Runtime:
             # Printed, not logged: DeepSpeed's logger shows warnings only, and without this line a run that ignores the
             # block looks like one that honours it.
             try:
-                kernel = choose_kernel(config.kernel, heads, engine.device, attention_dtype(engine), windows[0])
+                kernel = choose_kernel(config.kernel, heads, engine.device, attention_dtype(engine), windows[0]).name
             except KernelError as error:
                 kernel = f"none that fits ({error})"
             nodes = _describe_nodes(options, choice.cost)

@@ -4,7 +4,7 @@
 Neither the plan nor the loss's divisor is needed before the first layer's attention. On a GPU the host has queued that
 layer's linear work by then, under which waiting for the other ranks and planning are hidden. Neither has a thread of
 its own, which would take the interpreter from the host and leave the GPU idle at the start of a step (on H200s 6 ms
-when planning had one). Nor does the first layer do more than it must: the plan of backward, and comparing plans, are
+when planning had one). Nor does the first layer do more than it must: making and comparing the plan of backward is
 left to the next layers, when the GPU has the first one's work.
 """
 

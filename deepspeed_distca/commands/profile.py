@@ -17,12 +17,12 @@ import torch.distributed as dist
 from deepspeed_distca.attention_server.coordination.hello import machine
 from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange, exchange_group
-from deepspeed_distca.attention_server.kernels import Kernel, KernelError, select_kernel
+from deepspeed_distca.attention_server.kernels import Kernel, KernelError
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
 from deepspeed_distca.attention_server.setting import DTYPES, setting_of
-from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.cli import UsageError
 from deepspeed_distca.commands.shared import positive_int
+from deepspeed_distca.cost_choice import choose_kernel
 from deepspeed_distca.profiling.link import measure_link, partners_of, sizes_for
 from deepspeed_distca.profiling.measure import KernelBench, Measured, limits_for, limits_of, measure
 from deepspeed_distca.profiling.moving import Moves, measure_moving
@@ -240,23 +240,10 @@ def _kernel(
     name: str | None, heads: Heads, dtype: torch.dtype, device: torch.device, windows: list[int | None]
 ) -> Kernel:
     """The kernel that an engine would select, with every window."""
-
-    def select(name: str | None, window: int | None) -> Kernel:
-        return select_kernel(
-            name,
-            device=device,
-            dtype=dtype,
-            q_heads=heads.query,
-            kv_heads=heads.key_value,
-            head_dim=heads.head_dim,
-            v_head_dim=heads.value_dim,
-            spec=AttentionSpec(heads.head_dim**-0.5, window),
-        )
-
     try:
-        kernel = select(name, windows[0])
+        kernel = choose_kernel(name, heads, device, dtype, windows[0])
         for window in windows[1:]:
-            kernel = select(kernel.name, window)
+            kernel = choose_kernel(kernel.name, heads, device, dtype, window)
     except KernelError as error:
         raise UsageError(str(error)) from error
     return kernel

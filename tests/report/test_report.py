@@ -17,10 +17,12 @@ import pytest
 
 from deepspeed_distca.attention_server.coordination.agreement import GlobalMicroBatch
 from deepspeed_distca.attention_server.server import AttentionServer
+from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.cli import main
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.report import write_run
 from deepspeed_distca.report.figures import Plan, loads, plan_map
+from deepspeed_distca.report.run import run_page
 from deepspeed_distca.scheduler import CostModel, balance
 from deepspeed_distca.scheduler.worth import PlanOptions
 from tests.huggingface.lone_server import lone_server
@@ -116,6 +118,17 @@ def test_what_is_kept_of_a_run_is_what_its_steps_said() -> None:
 def test_a_run_that_there_is_not(engine: SimpleNamespace, words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
         write_run(engine, tmp_path / "run.html")
+
+
+def test_a_step_with_an_evaluation_behind_it_is_no_measure_of_the_others() -> None:
+    steps = [
+        StepStatistics(2.0, 1.0, predicted_server_seconds=[0.1, 0.1], tokens=1000, step=i, seconds=s)
+        for i, s in enumerate([0.5, 0.5, 600.0, 0.5, None])
+    ]
+    layout = Layout.from_lengths([[4000], [500] * 4])
+    cost = CostModel.fitted()
+    text = str(run_page(steps, Plan.of(layout, balance(layout, cost), cost, "forward")))
+    assert "0.50 s" in text and "+20.0%" in text and "<b>1,000</b>" in text
 
 
 def test_a_run_of_one_step_and_one_of_a_thousand(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ class LayoutError(ValueError):
 
 
 class Segment(NamedTuple):
-    """A contiguous run of one document's tokens on one rank: positions [start, start + length)."""
+    """A contiguous run of one document's tokens on one rank: rows [start, start + length) of the document."""
 
     document: int
     start: int
@@ -28,6 +28,9 @@ class Segment(NamedTuple):
 
 #: Columns of ``Layout.segments``.
 RANK, DOCUMENT, START, LENGTH = range(4)
+
+#: Columns of ``Layout.branches``; BRANCH_START and BRANCH_LENGTH are rows of the document.
+BRANCH_DOCUMENT, BRANCH_START, BRANCH_LENGTH, BRANCH_PARENT = range(4)
 
 #: Columns of ``Layout.pieces``.
 PIECE_DOCUMENT, PIECE_START, PIECE_END, PIECE_RANK = range(4)
@@ -43,16 +46,28 @@ class Layout:
         segments: int64 [num_segments, 4], columns (rank, document, start, length), ordered by rank and,
             within a rank, by storage: the rows of a rank's q, k and v are its segments one after another. Read-only.
         num_ranks: how many ranks there are; a rank may have no segment.
+        branches: int64 [num_branches, 4], columns (document, start, length, parent), ordered by document and start:
+            the branches of documents that are trees, [0, 4] where there is none. Read-only.
 
     Document ids are global: the same id on two ranks is one document. Every document must be there from
     position 0 to its end exactly once, which :meth:`validate` checks.
+
+    A document may be a *tree*, so that what several texts have in common at their beginning is there once: a branch is
+    a run of its rows that goes on from another branch, its parent, named by the row at which that one starts; -1 for
+    the first branch, which has none. A row attends to the rows before it in its branch, to the parent's, to that
+    one's parent's and so on, as if they were one text. A tree is stored in one segment and depth first: whatever goes
+    on from a branch lies right behind it. So the *rows* of a tree count from 0 to its end as those of any document,
+    and only its position ids (:meth:`position_ids`) go back where a branch begins.
     """
 
-    __slots__ = ("_order", "_pieces", "num_ranks", "segments")
+    __slots__ = ("_order", "_pieces", "branches", "num_ranks", "segments")
 
-    def __init__(self, segments: np.ndarray, num_ranks: int) -> None:
+    def __init__(self, segments: np.ndarray, num_ranks: int, branches: np.ndarray | None = None) -> None:
         self.segments = np.ascontiguousarray(_int64(segments, "segments")).reshape(-1, 4).view()
         self.segments.flags.writeable = False  # the two below are made of them once
+        given = np.zeros((0, 4), dtype=np.int64) if branches is None else _int64(branches, "branches")
+        self.branches = np.ascontiguousarray(given).reshape(-1, 4).view()
+        self.branches.flags.writeable = False
         self.num_ranks = int(num_ranks)
         self._order: np.ndarray | None = None
         self._pieces: np.ndarray | None = None
@@ -91,6 +106,35 @@ class Layout:
         segments[:, DOCUMENT] = np.arange(len(segments))
         segments[:, LENGTH] = np.concatenate(rows) if rows else 0
         return cls(segments, len(rows))
+
+    @classmethod
+    def from_trees(cls, ranks: Sequence[Sequence[int | Sequence[tuple[int, int | None]]]]) -> Layout:
+        """From the whole documents of each rank, numbered in order over all ranks; some may be trees.
+
+        Args:
+            ranks: for each rank its documents in storage order. A document is its length, or, for a tree, the list of
+                its branches in storage order: (length, parent), where the parent is the branch's place in this list,
+                None for the first one.
+
+        Raises:
+            LayoutError: a length that is no integer, a parent that is none of the branches before, or an order that is
+                not depth first.
+        """
+        lengths: list[list[int]] = []
+        branches: list[tuple[int, int, int, int]] = []
+        number = 0
+        for rank, documents in enumerate(ranks):
+            lengths.append([])
+            for index, document in enumerate(documents):
+                if isinstance(document, int | np.integer):
+                    lengths[-1].append(int(document))
+                else:
+                    found = _branches_of(document, f"rank {rank}, document {index}")
+                    branches += [(number, *branch) for branch in found]
+                    lengths[-1].append(sum(length for _, length, _ in found))
+                number += 1
+        segments = cls.from_lengths(lengths).segments
+        return cls(segments, len(lengths), np.array(branches, dtype=np.int64)).validate()
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | np.ndarray) -> Layout:
@@ -139,30 +183,39 @@ class Layout:
     @classmethod
     def merge(cls, layouts: Sequence[Layout]) -> Layout:
         """One layout of many ranks from their one-rank layouts, whose documents are distinct: they are renumbered."""
-        parts, documents = [], 0
+        parts, branches, documents = [np.zeros((0, 4), dtype=np.int64)], [np.zeros((0, 4), dtype=np.int64)], 0
         for rank, layout in enumerate(layouts):
             if layout.num_ranks != 1:
                 raise LayoutError(f"merge: part {rank} has {layout.num_ranks} ranks, expected 1")
-            part = layout.segments.copy()
+            part, tree = layout.segments.copy(), layout.branches.copy()
             ids, part[:, DOCUMENT] = np.unique(part[:, DOCUMENT], return_inverse=True)
+            tree[:, BRANCH_DOCUMENT] = np.searchsorted(ids, tree[:, BRANCH_DOCUMENT]) + documents
             part[:, DOCUMENT] += documents
             part[:, RANK] = rank
             documents += ids.size
             parts.append(part)
-        return cls(np.concatenate(parts) if parts else np.zeros((0, 4)), len(layouts))
+            branches.append(tree)
+        return cls(np.concatenate(parts), len(layouts), np.concatenate(branches))
 
     def validate(self) -> Layout:
         """Checks what a plan relies on and returns self.
 
         Raises:
             LayoutError: ranks out of order or out of range, lengths below 1, negative ids or starts, more than
-                ``MAX_TOKENS`` tokens, or a document that is not there from 0 to its end exactly once.
+                ``MAX_TOKENS`` tokens, a document that is not there from 0 to its end exactly once, or branches that
+                are no trees stored depth first in one segment each.
         """
+        self._validate_segments()
+        if len(self.branches):
+            self._validate_branches()
+        return self
+
+    def _validate_segments(self) -> None:
         s = self.segments
         if self.num_ranks < 1:
             raise LayoutError(f"a layout needs at least one rank, got {self.num_ranks}")
         if not len(s):
-            return self
+            return
         rank, document, start, length = s.T
         if rank[0] < 0 or rank[-1] >= self.num_ranks or (rank[1:] < rank[:-1]).any():
             raise LayoutError(f"segments must be ordered by rank, with ranks in 0..{self.num_ranks - 1}")
@@ -175,7 +228,7 @@ class Layout:
         if float(length.sum(dtype=np.float64)) > MAX_TOKENS or int(start.max()) > MAX_TOKENS:
             raise LayoutError(f"the documents are too long: a layout may have {MAX_TOKENS} tokens in all")
         if not start.any() and (document[1:] > document[:-1]).all():
-            return self  # whole documents by their numbers, as most are
+            return  # whole documents by their numbers, as most are
         _, document, start, length = s[self.order].T
         end = start + length
         expected = np.zeros_like(start)
@@ -187,7 +240,18 @@ class Layout:
                 f"document {document[i]}: a segment starts at {start[i]} where {expected[i]} was expected; its "
                 "segments over all ranks must cover it from 0 to its end exactly once"
             )
-        return self
+
+    def _validate_branches(self) -> None:
+        b = self.branches
+        if (b[1:, BRANCH_DOCUMENT] < b[:-1, BRANCH_DOCUMENT]).any():
+            raise LayoutError("branches must be ordered by document")
+        borders = np.flatnonzero(np.append(True, b[1:, BRANCH_DOCUMENT] != b[:-1, BRANCH_DOCUMENT]))
+        lengths = {int(s[DOCUMENT]): int(s[LENGTH]) for s in self.segments if s[START] == 0}
+        for tree in np.split(b, borders[1:]):
+            document = int(tree[0, BRANCH_DOCUMENT])
+            if document not in lengths:
+                raise LayoutError(f"branches of document {document}: the layout has no such document")
+            _check_tree(document, tree[:, BRANCH_START:].tolist(), lengths[document])
 
     def filled(self) -> Layout:
         """The same with a document of one token on every rank that has none; itself where there is no such rank.
@@ -201,7 +265,7 @@ class Layout:
         document = int(self.segments[:, DOCUMENT].max(initial=-1)) + 1
         extra = [(rank, document + i, 0, 1) for i, rank in enumerate(empty.tolist())]
         rows = np.concatenate([self.segments, np.array(extra, dtype=np.int64)])
-        return Layout(rows[np.argsort(rows[:, RANK], kind="stable")], self.num_ranks)
+        return Layout(rows[np.argsort(rows[:, RANK], kind="stable")], self.num_ranks, self.branches)
 
     def rank(self, rank: int) -> list[Segment]:
         """The segments of one rank in storage order."""
@@ -233,6 +297,35 @@ class Layout:
         return not (document[1:] == document[:-1]).any()
 
     @property
+    def has_trees(self) -> bool:
+        """Whether some document is a tree."""
+        return len(self.branches) > 0
+
+    def position_ids(self, rank: int) -> np.ndarray:
+        """Of a rank's rows in storage order, int64 [tokens]: how many rows of its document come before each, in a tree
+        of those it attends to."""
+        _, document, start, length = self.segments[self.segments[:, RANK] == rank].T
+        first = np.cumsum(length) - length
+        found = np.arange(int(length.sum())) - np.repeat(first - start, length)
+        if self.has_trees:
+            places = dict(zip(document.tolist(), first.tolist(), strict=True))
+            back = self.branches[:, BRANCH_START] - self.depths
+            for (tree, row, rows, _), shift in zip(self.branches.tolist(), back.tolist(), strict=True):
+                if tree in places:
+                    found[places[tree] + row : places[tree] + row + rows] -= shift
+        return found
+
+    @property
+    def depths(self) -> np.ndarray:
+        """How many tokens lie above each branch, int64 [num_branches]."""
+        ends: dict[tuple[int, int], int] = {}
+        found = []
+        for document, start, length, parent in self.branches.tolist():
+            found.append(ends.get((document, parent), 0))
+            ends[document, start] = found[-1] + length
+        return np.array(found, dtype=np.int64)
+
+    @property
     def tokens(self) -> np.ndarray:
         """Tokens stored on each rank, int64 [num_ranks]."""
         return np.bincount(self.segments[:, RANK], weights=self.segments[:, LENGTH], minlength=self.num_ranks).astype(
@@ -247,19 +340,21 @@ class Layout:
         return ends - self.segments[:, LENGTH] - before
 
     def to_ranks(self) -> list[list[dict[str, int]]]:
-        """The form that ``ds_distca plan --layout`` reads under "ranks"."""
+        """The form that ``ds_distca plan --layout`` reads under "ranks"; it has no trees."""
         return [[s._asdict() for s in self.rank(r)] for r in range(self.num_ranks)]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
-        return self.num_ranks == other.num_ranks and np.array_equal(self.segments, other.segments)
+        same = self.num_ranks == other.num_ranks and np.array_equal(self.segments, other.segments)
+        return same and np.array_equal(self.branches, other.branches)
 
     def __hash__(self) -> int:
-        return hash((self.num_ranks, self.segments.tobytes()))
+        return hash((self.num_ranks, self.segments.tobytes(), self.branches.tobytes()))
 
     def __repr__(self) -> str:
-        return f"Layout(num_ranks={self.num_ranks}, segments={len(self.segments)}, tokens={self.tokens.tolist()})"
+        kinds = f"segments={len(self.segments)}" + (f", branches={len(self.branches)}" if self.has_trees else "")
+        return f"Layout(num_ranks={self.num_ranks}, {kinds}, tokens={self.tokens.tolist()})"
 
 
 def _int64(values: Any, name: str) -> np.ndarray:
@@ -314,3 +409,64 @@ def _segment_values(segment: Any, where: str) -> tuple[int, int, int]:
         raise LayoutError(f"{where}: expected integers (document, start, length), got {shown(segment)}")
     document, start, length = values
     return document, start, length
+
+
+def _branches_of(given: Any, where: str) -> list[tuple[int, int, int]]:
+    """(start, length, start of the parent) of a tree's branches (length, place of the parent)."""
+    found: list[tuple[int, int, int]] = []
+    row = 0
+    for index, branch in enumerate(given):
+        try:
+            length, parent = branch
+        except (TypeError, ValueError):
+            raise LayoutError(f"{where}, branch {index}: expected (length, parent), got {shown(branch)}") from None
+        if parent is not None and (isinstance(parent, bool) or not isinstance(parent, int | np.integer)):
+            raise LayoutError(f"{where}, branch {index}: the parent must be a branch's place or None, got {parent!r}")
+        if parent is not None and not 0 <= parent < index:
+            what = "itself" if parent == index else f"branch {parent}"
+            raise LayoutError(
+                f"{where}, branch {index} goes on from {what}; it can go on from one of the branches before it"
+                + (f", 0 to {index - 1}" if index else ", and the first one from none (None)")
+            )
+        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
+            raise LayoutError(f"{where}, branch {index}: the length must be an integer >= 1, got {length!r}")
+        found.append((row, int(length), -1 if parent is None else found[parent][0]))
+        row += int(length)
+    if not found:
+        raise LayoutError(f"{where}: a tree needs at least one branch")
+    return found
+
+
+def _check_tree(document: int, branches: list[list[int]], length: int) -> None:
+    """Raises LayoutError unless branches (start, length, parent) are a tree, depth first, of so many rows in all."""
+    row, above = 0, list[int]()  # the branches from the root to the last one, by their starts
+    for start, rows, parent in branches:
+        if start != row or rows < 1:
+            raise LayoutError(
+                f"document {document}: a branch of {rows} rows starts at {start} where {row} was expected; branches "
+                "have at least one row and cover their document from 0 to its end, one after another"
+            )
+        if (parent == -1) != (start == 0):
+            raise LayoutError(
+                f"document {document}: the branch at row {start} has {'no parent' if start else f'parent {parent}'}; "
+                "the first branch of a tree has none (-1), and every other one goes on from one before it"
+            )
+        while above and above[-1] != parent:
+            above.pop()
+        if not above and start:
+            known = [begin for begin, _, _ in branches if begin < start]
+            raise LayoutError(
+                f"document {document}: the branch at row {start} goes on from the one at row {parent}, "
+                + (
+                    "behind which lies another that does not; what goes on from a branch must lie right behind it "
+                    "(depth first)"
+                    if parent in known
+                    else f"but there is none before it; those before it start at rows {known[:8]}"
+                )
+            )
+        above.append(start)
+        row += rows
+    if row != length:
+        raise LayoutError(
+            f"document {document}: its branches have {row} rows, its first segment {length}; a tree lies in one"
+        )

@@ -468,5 +468,6 @@ def _check_tree(document: int, branches: list[list[int]], length: int) -> None:
         row += rows
     if row != length:
         raise LayoutError(
-            f"document {document}: its branches have {row} rows, its first segment {length}; a tree lies in one"
+            f"document {document}: its branches have {row} rows, its first segment has {length}; a tree lies in one "
+            "segment"
         )

@@ -3,17 +3,9 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of PyTorch come without it
-    triton = None
-
-logger = logging.getLogger(__name__)
+from deepspeed_distca.attention_server.fused import Fused, tl, triton
 
 # Rows taken to fp32 at a time by PyTorch: bounds the temporaries to some tens of MiB.
 _ROWS = 4096
@@ -33,7 +25,7 @@ def row_dots(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor | None = None)
     dtype, n = torch.promote_types(a.dtype, torch.float32), len(a) if rows is None else len(rows)
     out = a.new_empty((n, a.shape[1]), dtype=dtype)
     fits = a.is_cuda and dtype == torch.float32 and a.is_contiguous() and b.is_contiguous()
-    if fits and _fused.usable and _fused(a, b, out, rows):
+    if fits and out.numel() and _fused(a, b, out, rows):
         return out.t()
     for i in range(0, n, _ROWS):
         part = slice(i, i + _ROWS)
@@ -42,34 +34,15 @@ def row_dots(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor | None = None)
     return out.t()
 
 
-class _Fused:
-    """The Triton kernel, as long as it works: it is compiled at its first call, for which a machine may lack a C
-    compiler."""
-
-    def __init__(self) -> None:
-        self.usable = triton is not None
-
-    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None) -> bool:
-        """Fills out [n, heads] and says whether it could."""
-        if not out.numel():
-            return True
-        try:
-            launch(a, b, out, rows)
-        except Exception as error:  # whatever Triton or its compiler complain of: PyTorch's way is as exact
-            logger.warning("distca: Triton cannot be used here (%s); rows are multiplied by PyTorch", error)
-            self.usable = False
-        return self.usable
-
-
-_fused = _Fused()
-
-
 def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None = None) -> None:
     """The Triton kernel: a and b [T, heads, dim], out fp32 [n, heads] and rows int64 [n], all contiguous."""
     _, heads, dim = a.shape
     grid = (triton.cdiv(out.numel(), _BLOCK),)
     given, indexed = (a, False) if rows is None else (rows, True)
     _dots[grid](a, b, out, given, out.numel(), heads, dim, triton.next_power_of_2(dim), _BLOCK, indexed)
+
+
+_fused = Fused(launch, "rows are multiplied by PyTorch")
 
 
 if triton is not None:

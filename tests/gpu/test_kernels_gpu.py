@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_distca.attention_server import merging
 from deepspeed_distca.attention_server.kernels import (
     KERNEL_NAMES,
     AttentionShape,
@@ -23,6 +24,7 @@ from deepspeed_distca.attention_server.kernels import (
 )
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
+from tests.attention_server.test_merging import check_rows_without_keys, check_views
 
 pytestmark = [
     pytest.mark.gpu,
@@ -421,3 +423,16 @@ def test_the_reference_on_the_gpu_equals_itself_on_the_cpu(batch):
         results.append([x.cpu() for x in (out, lse, *by_name(grads).values())])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+def test_merging_is_fused_and_exact(given, wide):
+    check_views(merging.merge, given, wide, "cuda")
+    check_rows_without_keys(merging.merge, given, "cuda")
+    assert merging._fused.usable
+
+
+def test_merging_in_float64_is_not_fused():
+    check_views(merging.merge, torch.float64, torch.float64, "cuda")
+    check_rows_without_keys(merging.merge, torch.float64, "cuda")

@@ -20,7 +20,7 @@ class AttentionSpec:
 
     Attributes:
         scale: factor on QK^T before the softmax.
-        window: keys a query sees, its own included, or None for full causal attention.
+        window: keys a query sees, its own included, or None for no limit; for causal tasks only.
         softcap: scores become softcap * tanh(scores / softcap) before the mask; None leaves them alone.
     """
 
@@ -32,12 +32,15 @@ class AttentionSpec:
 @dataclass(frozen=True)
 class TaskBatch:
     """Tasks for one kernel call. Task i attends from rows [q_start[i], q_start[i] + q_len[i]) of the query buffer to
-    rows [k_start[i], k_start[i] + k_len[i]) of the key/value buffer, causal and aligned bottom-right: the last query
-    sees the last key. Query ranges are disjoint; key ranges may overlap in forward, not in backward.
+    rows [k_start[i], k_start[i] + k_len[i]) of the key/value buffer. All tasks are causal and aligned bottom-right:
+    the last query sees the last key. Or all are full tiles: every query sees every key of its task, and the results
+    are merged with those of other tasks that have the same queries (see ``merging``). Query ranges are disjoint; key
+    ranges may overlap in forward, not in backward.
 
     Attributes:
-        q_start, q_len, k_start, k_len: int64 [num_tasks], on the host; 1 <= q_len <= k_len.
+        q_start, q_len, k_start, k_len: int64 [num_tasks], on the host, at least 1; q_len <= k_len in causal tasks.
         q_rows, k_rows: rows of the two buffers.
+        causal: whether the tasks are causal, or full tiles.
     """
 
     q_start: np.ndarray
@@ -46,17 +49,21 @@ class TaskBatch:
     k_len: np.ndarray
     q_rows: int
     k_rows: int
+    causal: bool = field(default=True, kw_only=True)
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not len(self):
             return
-        if (self.q_len < 1).any() or (self.q_len > self.k_len).any():
-            i = int(np.flatnonzero((self.q_len < 1) | (self.q_len > self.k_len))[0])
-            raise ValueError(
-                f"task {i}: {self.q_len[i]} queries against {self.k_len[i]} keys; a task needs 1 <= queries <= keys "
-                "(kernels return zeros for leading queries without keys)"
+        wrong = np.flatnonzero((self.q_len < 1) | (self.k_len < (self.q_len if self.causal else 1)))
+        if len(wrong):
+            i = int(wrong[0])
+            needs = (
+                "a task needs 1 <= queries <= keys (kernels return zeros for leading queries without keys)"
+                if self.causal
+                else "a full tile needs at least one of each"
             )
+            raise ValueError(f"task {i}: {self.q_len[i]} queries against {self.k_len[i]} keys; {needs}")
         if (self.q_start < 0).any() or (self.q_start + self.q_len > self.q_rows).any():
             raise ValueError(f"query ranges leave the buffer of {self.q_rows} rows")
         if (self.k_start < 0).any() or (self.k_start + self.k_len > self.k_rows).any():
@@ -95,8 +102,9 @@ class TaskBatch:
 
     @cached_property
     def area(self) -> int:
-        """Query-key pairs under the causal mask, without a window."""
-        return int((self.q_len * (2 * self.k_len - self.q_len + 1) // 2).sum())
+        """Query-key pairs that are visible without a window."""
+        hidden = self.q_len * (self.q_len - 1) // 2 if self.causal else 0
+        return int((self.q_len * self.k_len - hidden).sum())
 
     def once(self, make: Callable[..., Made], *arguments: Hashable) -> Made:
         """``make(self, *arguments)``, called once and kept with the batch: one batch serves every layer.

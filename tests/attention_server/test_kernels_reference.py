@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,9 @@ from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatc
 SENTINEL = 7.0
 
 
-def scattered(pairs: list[tuple[int, int]], rng: np.random.Generator, max_gap: int = 5) -> TaskBatch:
+def scattered(
+    pairs: list[tuple[int, int]], rng: np.random.Generator, max_gap: int = 5, causal: bool = True
+) -> TaskBatch:
     """Tasks of (queries, keys) in random places: both buffers in their own random order, with gaps."""
 
     def place(lengths: np.ndarray) -> tuple[np.ndarray, int]:
@@ -37,7 +41,7 @@ def scattered(pairs: list[tuple[int, int]], rng: np.random.Generator, max_gap: i
 
     q_len, k_len = (np.array(x, dtype=np.int64) for x in zip(*pairs, strict=True))
     (q_start, q_rows), (k_start, k_rows) = place(q_len), place(k_len)
-    return TaskBatch(q_start, q_len, k_start, k_len, q_rows, k_rows)
+    return TaskBatch(q_start, q_len, k_start, k_len, q_rows, k_rows, causal=causal)
 
 
 def covered(start: np.ndarray, length: np.ndarray, rows: int) -> torch.Tensor:
@@ -61,7 +65,7 @@ def dense(q, k, v, dout, tasks: TaskBatch, spec: AttentionSpec, dlse=None):
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         position = torch.arange(kl - ql, kl)[:, None]
         key = torch.arange(kl)
-        visible = key <= position
+        visible = (key <= position) | (not tasks.causal)
         if spec.window is not None:
             visible &= key > position - spec.window
         scores = scores.masked_fill(~visible, -torch.inf)
@@ -95,10 +99,10 @@ def inputs(tasks, rng_seed, q_heads, kv_heads, head_dim, v_head_dim, dtype, pois
     return q, k, v, dout
 
 
-def check_case(pairs, spec, heads=(4, 2), dims=(16, 16), dtype=torch.float32, seed=0, tolerance=1e-5):
+def check_case(pairs, spec, heads=(4, 2), dims=(16, 16), dtype=torch.float32, seed=0, tolerance=1e-5, causal=True):
     """Everything that the interface promises, for one batch."""
     rng = np.random.default_rng(seed)
-    tasks = scattered(pairs, rng)
+    tasks = scattered(pairs, rng, causal=causal)
     kernel = ReferenceKernel()
     q, k, v, dout = inputs(tasks, seed, *heads, *dims, dtype)
     q_rows = covered(tasks.q_start, tasks.q_len, tasks.q_rows)
@@ -195,10 +199,50 @@ def test_the_large_blocks_of_other_devices(window, monkeypatch):
     check_case([(300, 9000), (200, 200)], AttentionSpec(scale=0.3, window=window), heads=(6, 2), seed=18)
 
 
+def tiles(rng: np.random.Generator, count: int, longest: int) -> list[tuple[int, int]]:
+    """Any number of queries against any number of keys."""
+    return [(int(q), int(k)) for q, k in rng.integers(1, longest + 1, (count, 2))]
+
+
+# On both sides of the block and chunk sizes, and of what is batched.
+TILES = [(1, 1), (1, 900), (900, 1), (700, 90), (90, 700), (300, 300), (128, 128), (129, 128), (128, 129)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
+def test_full_tiles(seed, heads):
+    rng = np.random.default_rng(200 + seed)
+    spec = AttentionSpec(scale=float(rng.uniform(0.05, 0.6)))
+    check_case([*tiles(rng, 12, 40), *tiles(rng, 3, 700), *TILES[seed::4]], spec, heads=heads, seed=seed, causal=False)
+
+
+@pytest.mark.parametrize("dims", [(24, 16), (16, 40), (5, 3)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_full_tiles_with_a_softcap_and_other_value_dimensions(softcap, dims):
+    check_case(TILES, AttentionSpec(scale=0.4, softcap=softcap), dims=dims, seed=6, causal=False)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-5), (torch.float64, 1e-13)])
+def test_full_tiles_in_other_dtypes(dtype, tolerance):
+    check_case(TILES, AttentionSpec(scale=0.3), dtype=dtype, seed=7, tolerance=tolerance, causal=False)
+
+
+def test_full_tiles_in_chunks_with_large_scores():
+    spec = AttentionSpec(scale=30.0)
+    pairs = [(300, 2000), (2000, 300)]
+    check_case(pairs, spec, heads=(2, 2), seed=9, tolerance=3e-4, causal=False)
+
+
+def test_full_tiles_in_the_large_blocks_of_other_devices(monkeypatch):
+    monkeypatch.setattr(ReferenceKernel, "blocking", lambda self, device: DEVICE_BLOCKING)
+    pairs = [(4200, 300), (60, 9000), *tiles(np.random.default_rng(17), 20, 100)]
+    check_case(pairs, AttentionSpec(scale=0.25), heads=(2, 1), dims=(8, 8), seed=17, causal=False)
+
+
 def test_large_blocks_take_few_steps_and_bounded_memory():
     device = DEVICE_BLOCKING
     tokens, heads = 131_072, 2
-    task = Single(0, tokens, 0, tokens, None)
+    task = Single(0, tokens, 0, tokens, shift=0, window=None)
     blocks = list(task.query_blocks(device.query_rows(None)))
     chunks = [(b.rows, end - start) for b in blocks for start, end in b.chunks(heads * b.rows, device)]
     assert len(chunks) == 272
@@ -336,6 +380,15 @@ def test_memory_is_linear_in_the_sequence(window):
         torch.testing.assert_close(out[row, 0].double(), weights @ v[low : row + 1, 0].double(), atol=1e-5, rtol=0)
 
 
+def test_score_blocks_are_bounded_for_many_queries_of_few_keys():
+    n = 30_000
+    tasks = TaskBatch(*(np.array([x]) for x in (0, n, 0, 16)), n, 16, causal=False)
+    (group,) = groups_of(tasks, torch.device("cpu"), 8, None, CPU_BLOCKING)
+    blocks = list(group.query_blocks(CPU_BLOCKING.queries))
+    assert sum(b.rows for b in blocks) == n and max(b.rows for b in blocks) == CPU_BLOCKING.queries
+    assert all(list(b.chunks(8 * b.rows, CPU_BLOCKING)) == [(0, 16)] for b in blocks)
+
+
 @pytest.mark.parametrize("heads", [64, 2])
 def test_score_blocks_are_bounded_for_many_heads_and_many_short_tasks(heads):
     count, length = 400, 100
@@ -372,6 +425,12 @@ def test_refusals():
             kernel.backward(BackwardInputs(q, k, v, dout, lse, **given), tasks, spec, Gradients(dq, dk, dv))
     with pytest.raises(KernelError, match="dk has dtype torch.bfloat16, expected torch.float32"):
         kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, Gradients(dq, dk.bfloat16(), dv))
+
+    full, windowed = replace(tasks, causal=False), AttentionSpec(1.0, window=3)
+    with pytest.raises(KernelError, match="window 3 and a batch with causal=False"):
+        kernel.forward(q, k, v, full, windowed)
+    with pytest.raises(KernelError, match="window 3 and a batch with causal=False"):
+        kernel.backward(BackwardInputs(q, k, v, dout, lse, out), full, windowed, Gradients(dq, dk, dv))
 
 
 def test_autocast_leaves_products_in_fp32() -> None:

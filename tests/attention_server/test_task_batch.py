@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which key rows a batch of tasks touches."""
+"""What a batch of tasks says of itself: which key rows it touches, how many pairs it has, what it refuses."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,3 +29,27 @@ def test_key_spans_are_the_rows_with_a_task(ranges: list[tuple[int, int]], rest:
     # As few as there can be.
     edges = np.diff(np.concatenate([[0], found, [0]]))
     assert len(tasks.key_spans) == (edges == 1).sum()
+
+
+def one_task(queries: int, keys: int, causal: bool) -> TaskBatch:
+    return TaskBatch(*(np.array([x]) for x in (0, queries, 0, keys)), 9, 9, causal=causal)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (3, 3), (1, 7), (4, 9)])
+def test_area_is_the_number_of_visible_pairs(queries: int, keys: int) -> None:
+    visible = np.arange(keys) <= np.arange(keys - queries, keys)[:, None]
+    assert one_task(queries, keys, causal=True).area == visible.sum()
+    assert one_task(queries, keys, causal=False).area == one_task(keys, queries, causal=False).area == queries * keys
+
+
+def test_a_task_without_queries_or_keys_is_refused() -> None:
+    for queries, keys in ((0, 3), (4, 3)):
+        with pytest.raises(ValueError, match=f"task 0: {queries} queries against 3 keys; a task needs 1 <= q"):
+            one_task(queries, keys, causal=True)
+    for queries, keys in ((0, 3), (4, 0)):
+        with pytest.raises(ValueError, match=f"task 0: {queries} queries against {keys} keys; a full tile needs at"):
+            one_task(queries, keys, causal=False)
+    with pytest.raises(ValueError, match="query ranges leave the buffer of 9 rows"):
+        one_task(10, 3, causal=False)
+    with pytest.raises(ValueError, match="key ranges leave the buffer of 9 rows"):
+        one_task(3, 10, causal=False)

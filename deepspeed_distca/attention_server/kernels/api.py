@@ -41,7 +41,8 @@ class BackwardInputs:
     Attributes:
         q, k, v: as in forward.
         dout: [T, Hq, Dv] gradient of the forward's output, in q's dtype.
-        lse: [Hq, T] of the forward.
+        lse: [Hq, T] of the forward. Where queries have several tasks, here and in out and delta: what is merged of
+            all of them. Each task then adds its part to the gradients.
         out: [T, Hq, Dv], the forward's output, or None if delta is given.
         delta: [Hq, T] rowsum(dout * out) - dlse, where dlse is the gradient of lse (zero for plain attention), or
             None if out is given. Exactly one of the two is given: delta is Dv times fewer bytes to send.
@@ -80,7 +81,8 @@ class Gradients:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """Core attention over a batch of CA-tasks, causal and aligned bottom-right in every task.
+    """Core attention over a batch of CA-tasks: causal and aligned bottom-right in every task, or without a mask where
+    the batch is not causal.
 
     Shapes: tensors are token-major, q [T, Hq, D], k [S, Hkv, D], v [S, Hkv, Dv], out and dout [T, Hq, Dv]; lse and
     delta are [Hq, T]. T and S are the batch's q_rows and k_rows.
@@ -128,7 +130,7 @@ class Kernel(Protocol):
             out and lse, the natural logarithm of the sum of exponentials of the scaled scores.
 
         Raises:
-            KernelError: a tensor's shape or dtype is not the one above.
+            KernelError: a tensor's shape or dtype is not the one above; there is a window and the tasks are full.
         """
 
     def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
@@ -136,7 +138,8 @@ class Kernel(Protocol):
 
         Raises:
             KernelError: two tasks share a key row (their gradients would overwrite each other); both or neither of
-                out and delta are given; a tensor's shape or dtype is not the one above.
+                out and delta are given; a tensor's shape or dtype is not the one above; there is a window and the
+                tasks are full.
         """
 
 
@@ -157,7 +160,7 @@ def check_shape(name: str, shape: AttentionShape, spec: AttentionSpec) -> None:
     if spec.window is not None and spec.window < 1:
         raise KernelError(
             f"{name}: window {spec.window}; a window counts the query's own key, so it is at least 1 "
-            "(None is full causal attention)"
+            "(None sets no limit)"
         )
     if spec.softcap is not None and not spec.softcap > 0:
         raise KernelError(f"{name}: softcap {spec.softcap}; it must be positive (None switches it off)")
@@ -169,10 +172,11 @@ def check_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     tasks: TaskBatch,
+    spec: AttentionSpec,
     into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Shapes of a forward call, from host metadata only."""
-    _check_inputs(name, q, k, v, tasks)
+    """Shapes and mask of a forward call, from host metadata only."""
+    _check_inputs(name, q, k, v, tasks, spec)
     if into is not None:
         out, lse = into
         _expect(name, "out", out, (len(q), q.shape[1], v.shape[2]), q.dtype)
@@ -180,13 +184,18 @@ def check_forward(
 
 
 def check_backward(
-    name: str, inputs: BackwardInputs, tasks: TaskBatch, grads: Gradients, grad_dtype: torch.dtype
+    name: str,
+    inputs: BackwardInputs,
+    tasks: TaskBatch,
+    spec: AttentionSpec,
+    grads: Gradients,
+    grad_dtype: torch.dtype,
 ) -> None:
-    """Shapes and key ranges of a backward call, from host metadata only."""
+    """Shapes, mask and key ranges of a backward call, from host metadata only."""
     q, k, v, out, delta = inputs.q, inputs.k, inputs.v, inputs.out, inputs.delta
     if (out is None) == (delta is None):
         raise KernelError(f"{name}: backward takes out or delta, exactly one of the two; give the other as None")
-    _check_inputs(name, q, k, v, tasks)
+    _check_inputs(name, q, k, v, tasks, spec)
     rows, heads = (len(q), q.shape[1], v.shape[2]), (q.shape[1], len(q))
     _expect(name, "dout", inputs.dout, rows, q.dtype)
     _expect(name, "lse", inputs.lse, heads)
@@ -216,12 +225,19 @@ def check_elements(name: str, rows: int, heads: int, head_dim: int) -> None:
         )
 
 
-def _check_inputs(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tasks: TaskBatch) -> None:
+def _check_inputs(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tasks: TaskBatch, spec: AttentionSpec
+) -> None:
     _, q_heads, head_dim = q.shape
     _, kv_heads, v_head_dim = v.shape
     _expect(name, "q", q, (tasks.q_rows, q_heads, head_dim))
     _expect(name, "k", k, (tasks.k_rows, kv_heads, head_dim))
     _expect(name, "v", v, (tasks.k_rows, kv_heads, v_head_dim))
+    if spec.window is not None and not tasks.causal:
+        raise KernelError(
+            f"{name}: window {spec.window} and a batch with causal=False; a window is counted from a query's own key, "
+            "which full tiles do not have. Use causal tasks, or no window"
+        )
 
 
 def _expect(

@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_distca.attention_server.task_batch import TaskBatch
 
-# Tasks of at most this many keys are batched with others of their size.
+# Tasks of at most this many queries and keys are batched with others of their size.
 SMALL_TASK = 128
 # A masked score. Finite, so that a row whose first chunk is masked altogether needs no special case: what it adds to
 # the running sum is multiplied by exp(MASKED - max) = 0 as soon as a visible key comes, and each query sees its own.
@@ -83,7 +83,7 @@ class Block:
         """Key ranges that some query of the block sees, in chunks."""
         first = self.first + self.task.shift
         low = 0 if self.task.window is None else max(0, first - self.task.window + 1)
-        high = first + self.rows
+        high = min(first + self.rows, self.task.k_len)
         size = max(1, min(blocking.keys, blocking.scores // score_rows))
         for start in range(low, high, size):
             yield start, min(high, start + size)
@@ -109,18 +109,20 @@ class Block:
 
 @dataclass(frozen=True)
 class Single:
-    """One task on its own rows, cut into blocks and chunks."""
+    """One task on its own rows, cut into blocks and chunks.
+
+    Attributes:
+        q_start, q_len, k_start, k_len: its rows.
+        shift: key position of its first query: see `_shifts`.
+        window: keys a query sees, or None.
+    """
 
     q_start: int
     q_len: int
     k_start: int
     k_len: int
+    shift: int
     window: int | None
-
-    @property
-    def shift(self) -> int:
-        """Key position of the task's first query."""
-        return self.k_len - self.q_len
 
     def key_rows(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[S, Hkv, D] -> [Hkv, keys, D], contiguous."""
@@ -161,7 +163,7 @@ class Batched:
         q_index = tasks.q_start[members, None] + np.minimum(q_pos, q_len[:, None] - 1)
         k_index = tasks.k_start[members, None] + np.minimum(k_pos, k_len[:, None] - 1)
         q_real, k_real = q_pos < q_len[:, None], k_pos < k_len[:, None]
-        query = (q_pos + (k_len - q_len)[:, None])[:, :, None]
+        query = (q_pos + _shifts(tasks)[members, None])[:, :, None]
         key = k_pos[None, None, :]
         hidden = (key > query) | ~q_real[:, :, None] | ~k_real[:, None, :]
         if window is not None:
@@ -221,10 +223,11 @@ def groups_of(
     tasks: TaskBatch, device: torch.device, q_heads: int, window: int | None, blocking: Blocking
 ) -> list[Single | Batched]:
     """How a batch is computed."""
-    small = tasks.k_len <= SMALL_TASK
+    small = np.maximum(tasks.q_len, tasks.k_len) <= SMALL_TASK
+    ranges = np.stack([tasks.q_start, tasks.q_len, tasks.k_start, tasks.k_len, _shifts(tasks)], axis=1)
     groups: list[Single | Batched] = [
-        Single(int(tasks.q_start[i]), int(tasks.q_len[i]), int(tasks.k_start[i]), int(tasks.k_len[i]), window)
-        for i in np.flatnonzero(~small)
+        Single(q_start, q_len, k_start, k_len, shift, window)
+        for q_start, q_len, k_start, k_len, shift in ranges[~small].tolist()
     ]
     members = np.flatnonzero(small)
     sizes = np.stack([_bucket(tasks.k_len[members]), _bucket(tasks.q_len[members])])
@@ -233,6 +236,12 @@ def groups_of(
         most = max(1, blocking.scores // (q_heads * int(size.prod())))
         groups += [Batched.of(tasks, same[i : i + most], window, device) for i in range(0, len(same), most)]
     return groups
+
+
+def _shifts(tasks: TaskBatch) -> np.ndarray:
+    """Key position of each task's first query. The last query of a causal task is at the last key; in a full tile the
+    first one is there already and the others are behind it, so a mask by position hides nothing."""
+    return tasks.k_len - (tasks.q_len if tasks.causal else 1)
 
 
 def _bucket(length: np.ndarray) -> np.ndarray:

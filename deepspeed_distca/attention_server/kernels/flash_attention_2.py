@@ -13,8 +13,8 @@ from deepspeed_distca.attention_server.kernels.libraries import (
     check_flash,
     distribution_version,
     load_module,
+    mask_arguments,
     missing_distribution,
-    window_sizes,
 )
 from deepspeed_distca.attention_server.kernels.packed import PackedCall, PackedKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
@@ -73,7 +73,7 @@ class FlashAttention2Kernel(PackedKernel):
 
     @staticmethod
     def _arguments(call: PackedCall, spec: AttentionSpec) -> dict:
-        left, right = window_sizes(spec)
+        causal, left, right = mask_arguments(spec, call.causal)
         return {
             "cu_seqlens_q": call.q.cu_seqlens,
             "cu_seqlens_k": call.k.cu_seqlens,
@@ -82,7 +82,7 @@ class FlashAttention2Kernel(PackedKernel):
             "max_seqlen_k": call.k.max_seqlen,
             "dropout_p": 0.0,
             "softmax_scale": spec.scale,
-            "causal": spec.window is None,
+            "causal": causal,
             "window_size_left": left,
             "window_size_right": right,
             "softcap": spec.softcap or 0.0,

@@ -19,8 +19,8 @@ from deepspeed_distca.attention_server.kernels.api import AttentionShape, Backwa
 from deepspeed_distca.attention_server.kernels.libraries import (
     check_flash,
     load_module,
+    mask_arguments,
     missing_distribution,
-    window_sizes,
 )
 from deepspeed_distca.attention_server.kernels.packed import PackedCall, PackedKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
@@ -91,6 +91,7 @@ def _arguments(
     call: PackedCall,
     spec: AttentionSpec,
 ) -> dict[str, Any]:
+    causal, left, right = mask_arguments(spec, call.causal)
     arguments: dict[str, Any] = {
         **tensors,
         "cu_seqlens_q": call.q.cu_seqlens,
@@ -98,10 +99,9 @@ def _arguments(
         "max_seqlen_q": call.q.max_seqlen,
         "max_seqlen_k": call.k.max_seqlen,
         "softmax_scale": spec.scale,
-        "is_causal" if "is_causal" in known else "causal": spec.window is None,
+        "is_causal" if "is_causal" in known else "causal": causal,
         "softcap": spec.softcap or 0.0,
     }
-    left, right = window_sizes(spec)
     if "window_size" in known:
         arguments["window_size"] = (left, right)
     else:

@@ -13,7 +13,7 @@ sets FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 before it is first imported; that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -97,7 +97,7 @@ class FlashAttention4Kernel:
         spec: AttentionSpec,
         into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_forward(self.name, q, k, v, tasks, into)
+        check_forward(self.name, q, k, v, tasks, spec, into)
         _check_sizes(self.name, q, v)
         out, lse = new_outputs(q, v) if into is None else into
         if len(tasks):
@@ -106,7 +106,7 @@ class FlashAttention4Kernel:
                 k,
                 v,
                 **_ranges(tasks.on(q.device), tasks.max_q, tasks.max_k),
-                **_mask(spec),
+                **_mask(spec, tasks.causal),
                 softmax_scale=spec.scale,
                 softcap=spec.softcap,
                 out=out,
@@ -116,7 +116,7 @@ class FlashAttention4Kernel:
 
     @torch.no_grad()
     def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
-        check_backward(self.name, inputs, tasks, grads, self.grad_dtype(inputs.q.dtype))
+        check_backward(self.name, inputs, tasks, spec, grads, self.grad_dtype(inputs.q.dtype))
         _check_sizes(self.name, inputs.q, inputs.v)
         if not len(tasks):
             return
@@ -153,7 +153,7 @@ class FlashAttention4Kernel:
             inputs.dout.contiguous(),
             inputs.lse.contiguous(),
             **_ranges(ranges, tasks.max_q, tasks.max_k),
-            **_mask(spec),
+            **_mask(spec, tasks.causal),
             softmax_scale=spec.scale,
             softcap=spec.softcap or 0.0,
             dq=grads.dq,
@@ -196,8 +196,8 @@ def _backward_places(tasks: TaskBatch, device: torch.device) -> _BackwardPlaces:
         return _BackwardPlaces(DeviceTasks(call.q.cu_seqlens, lengths.q_len, call.k.cu_seqlens, lengths.k_len), call)
     if (np.diff(order) > 0).all():
         return _BackwardPlaces(tasks.on(device), None)
-    q_start, q_len, k_start, k_len = (x[order] for x in (tasks.q_start, tasks.q_len, tasks.k_start, tasks.k_len))
-    return _BackwardPlaces(TaskBatch(q_start, q_len, k_start, k_len, tasks.q_rows, tasks.k_rows).on(device), None)
+    ranges = {name: getattr(tasks, name)[order] for name in ("q_start", "q_len", "k_start", "k_len")}
+    return _BackwardPlaces(replace(tasks, **ranges).on(device), None)
 
 
 def _out_and_dlse(inputs: BackwardInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -230,10 +230,10 @@ def _ranges(ranges: DeviceTasks, max_q: int, max_k: int) -> dict:
     }
 
 
-def _mask(spec: AttentionSpec) -> dict:
-    """Causal, with a window of `left` keys before the query's own."""
+def _mask(spec: AttentionSpec, causal: bool) -> dict:
+    """Causal, with a window of `left` keys before the query's own, or none."""
     left = None if spec.window is None else spec.window - 1
-    return {"causal": True, "window_size_left": left, "window_size_right": None if left is None else 0}
+    return {"causal": causal, "window_size_left": left, "window_size_right": None if left is None else 0}
 
 
 def _has_no_dlse(q: torch.Tensor, v: torch.Tensor) -> bool:

@@ -81,9 +81,12 @@ def check_flash(
         )
 
 
-def window_sizes(spec: AttentionSpec) -> tuple[int, int]:
-    """(left, right) as flash-attention counts them: keys to the left, the query's own not included; -1 is no limit."""
-    return (-1 if spec.window is None else spec.window - 1), 0
+def mask_arguments(spec: AttentionSpec, causal: bool) -> tuple[bool, int, int]:
+    """(causal, left, right) as flash-attention takes them: whether there is a causal mask and no window, and the keys
+    that a query sees to the left and right of its own; -1 is no limit."""
+    if not causal:
+        return False, -1, -1
+    return (True, -1, 0) if spec.window is None else (False, spec.window - 1, 0)
 
 
 def out_from_delta(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -74,10 +74,11 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class PackedCall:
-    """The tasks of one library call, packed on both sides."""
+    """The tasks of one library call, packed on both sides; all causal or all full."""
 
     q: PackedRows
     k: PackedRows
+    causal: bool
 
 
 def packed_calls(
@@ -100,22 +101,23 @@ def _packed_calls(
         PackedCall(
             PackedRows.of(tasks.q_start[part], tasks.q_len[part], device),
             PackedRows.of(tasks.k_start[part], tasks.k_len[part], device),
+            tasks.causal,
         )
         for part in _parts(tasks, max_sequences, max_rows)
     ]
 
 
 def _parts(tasks: TaskBatch, max_sequences: int | None, max_rows: int | None) -> Iterator[slice]:
-    # A task has at most as many queries as keys, so key rows bound both.
-    ends = np.cumsum(tasks.k_len)
+    sides = [(length, np.cumsum(length)) for length in (tasks.q_len, tasks.k_len)]
     first = 0
     while first < len(tasks):
         last = len(tasks)
         if max_sequences is not None:
             last = min(last, first + max_sequences)
         if max_rows is not None:
-            before = int(ends[first] - tasks.k_len[first])
-            last = min(last, max(first + 1, int(np.searchsorted(ends, before + max_rows, side="right"))))
+            for length, ends in sides:
+                before = int(ends[first] - length[first])
+                last = min(last, max(first + 1, int(np.searchsorted(ends, before + max_rows, side="right"))))
         yield slice(first, last)
         first = last
 
@@ -158,7 +160,7 @@ class PackedKernel(ABC):
         spec: AttentionSpec,
         into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_forward(self.name, q, k, v, tasks, into)
+        check_forward(self.name, q, k, v, tasks, spec, into)
         v_head_dim = v.shape[2]
         width = _common_width(q, v)
         for call in self._calls(q, k, tasks, width):
@@ -182,7 +184,7 @@ class PackedKernel(ABC):
     @torch.no_grad()
     def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
         q, k, v = inputs.q, inputs.k, inputs.v
-        check_backward(self.name, inputs, tasks, grads, self.grad_dtype(q.dtype))
+        check_backward(self.name, inputs, tasks, spec, grads, self.grad_dtype(q.dtype))
         head_dim, v_head_dim = q.shape[2], v.shape[2]
         width = _common_width(q, v)
         for call in self._calls(q, k, tasks, width):

@@ -70,7 +70,7 @@ class ReferenceKernel:
         spec: AttentionSpec,
         into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_forward(self.name, q, k, v, tasks, into)
+        check_forward(self.name, q, k, v, tasks, spec, into)
         math = _math_dtype(q.dtype)
         out, lse = new_outputs(q, v) if into is None else into
         blocking = self.blocking(q.device)
@@ -89,7 +89,7 @@ class ReferenceKernel:
     @torch.no_grad()
     def backward(self, inputs: BackwardInputs, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients) -> None:
         q, k, v = inputs.q, inputs.k, inputs.v
-        check_backward(self.name, inputs, tasks, grads, self.grad_dtype(q.dtype))
+        check_backward(self.name, inputs, tasks, spec, grads, self.grad_dtype(q.dtype))
         math, kv_heads = _math_dtype(q.dtype), k.shape[1]
         blocking = self.blocking(q.device)
         scratch = _Scratch(blocking, q.device, math)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from deepspeed_distca.attention_server.kernels.api import AttentionShape, BackwardInputs, Gradients
-from deepspeed_distca.attention_server.kernels.libraries import check_flash, window_sizes
+from deepspeed_distca.attention_server.kernels.libraries import check_flash, mask_arguments
 from deepspeed_distca.attention_server.kernels.packed import PackedCall, PackedKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.compat import CompatError, check
@@ -43,7 +43,7 @@ class TorchVarlenKernel(PackedKernel):
     def library_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = window_sizes(spec)
+        causal, left, right = mask_arguments(spec, call.causal)
         out, lse, _, _, _ = flash_attention_forward(
             q,
             k,
@@ -53,7 +53,7 @@ class TorchVarlenKernel(PackedKernel):
             _max_q(call),
             call.k.max_seqlen,
             0.0,
-            spec.window is None,
+            causal,
             False,
             scale=spec.scale,
             window_size_left=left,
@@ -62,7 +62,7 @@ class TorchVarlenKernel(PackedKernel):
         return out, lse
 
     def library_backward(self, inputs: BackwardInputs, call: PackedCall, spec: AttentionSpec) -> Gradients:
-        left, right = window_sizes(spec)
+        causal, left, right = mask_arguments(spec, call.causal)
         # No dropout, so the random state is never read.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=inputs.q.device)
         unused = torch.empty(0, device=inputs.q.device)
@@ -78,7 +78,7 @@ class TorchVarlenKernel(PackedKernel):
             _max_q(call),
             call.k.max_seqlen,
             0.0,
-            spec.window is None,
+            causal,
             rng_state,
             unused,
             scale=spec.scale,

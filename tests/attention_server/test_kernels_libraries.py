@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,15 +32,15 @@ def int64(*values: int) -> np.ndarray:
 # Stand-ins for the libraries
 
 
-def stand_in_forward(q, k, v, q_start, q_len, k_start, k_len, scale, window, softcap, into=None):
-    tasks = TaskBatch(q_start, q_len, k_start, k_len, len(q), len(k))
+def stand_in_forward(q, k, v, q_start, q_len, k_start, k_len, scale, mask, softcap, into=None):
+    causal, window = mask
+    tasks = TaskBatch(q_start, q_len, k_start, k_len, len(q), len(k), causal=causal)
     return REFERENCE.forward(q, k, v, tasks, AttentionSpec(scale, window, softcap), into)
 
 
-def stand_in_backward(
-    dout, q, k, v, out, lse, dlse, q_start, q_len, k_start, k_len, scale, window, softcap, dq, dk, dv
-):
-    tasks = TaskBatch(q_start, q_len, k_start, k_len, len(q), len(k))
+def stand_in_backward(dout, q, k, v, out, lse, dlse, q_start, q_len, k_start, k_len, scale, mask, softcap, dq, dk, dv):
+    causal, window = mask
+    tasks = TaskBatch(q_start, q_len, k_start, k_len, len(q), len(k), causal=causal)
     delta = (dout.float() * out.float()).sum(-1).t()
     if dlse is not None:
         delta = delta - dlse
@@ -55,12 +56,15 @@ def host(x: torch.Tensor) -> np.ndarray:
     return x.numpy().astype(np.int64)
 
 
-def window_of(causal: bool, left: int | None, right: int | None) -> int | None:
-    """How the libraries read their mask arguments; anything but causal, with or without a window, is a mistake."""
+def mask_of(causal: bool, left: int | None, right: int | None) -> tuple[bool, int | None]:
+    """How the libraries read their mask arguments: whether tasks are causal or full, and the window; all but causal,
+    with or without a window, and full without any is a mistake."""
     left, right = (-1 if x is None else x for x in (left, right))
+    if not causal and left == right == -1:
+        return False, None
     assert right == 0 or (causal and right == -1)
     assert causal or left >= 0
-    return None if left < 0 else left + 1
+    return True, None if left < 0 else left + 1
 
 
 class StandIn4:
@@ -93,8 +97,8 @@ class StandIn4:
         assert len(cu_seqlens_q) == len(cu_seqlens_k) == len(seqused_q) + 1
         assert max_seqlen_q >= max(256, int(seqused_q.max())) and max_seqlen_k >= max(256, int(seqused_k.max()))
         ranges = [host(x) for x in (cu_seqlens_q[:-1], seqused_q, cu_seqlens_k[:-1], seqused_k)]
-        window = window_of(causal, window_size_left, window_size_right)
-        stand_in_forward(q, k, v, *ranges, softmax_scale, window, softcap, (out, lse))
+        mask = mask_of(causal, window_size_left, window_size_right)
+        stand_in_forward(q, k, v, *ranges, softmax_scale, mask, softcap, (out, lse))
 
     def _flash_attn_bwd(
         self,
@@ -128,8 +132,8 @@ class StandIn4:
         for tile in (64, 128):
             assert_work_rows_apart(*ranges[:2], tile)
             assert_work_rows_apart(*ranges[2:], tile)
-        window = window_of(causal, window_size_left, window_size_right)
-        stand_in_backward(dout, q, k, v, out, lse, dlse, *ranges, softmax_scale, window, softcap or None, dq, dk, dv)
+        mask = mask_of(causal, window_size_left, window_size_right)
+        stand_in_backward(dout, q, k, v, out, lse, dlse, *ranges, softmax_scale, mask, softcap or None, dq, dk, dv)
 
 
 def assert_work_rows_apart(start: np.ndarray, length: np.ndarray, tile: int) -> None:
@@ -174,9 +178,9 @@ class StandIn2:
     ):
         self.calls.append("forward")
         ranges = self._ranges(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        window = window_of(causal, window_size_left, window_size_right)
+        mask = mask_of(causal, window_size_left, window_size_right)
         assert dropout_p == 0 and alibi_slopes is None
-        return *stand_in_forward(q, k, v, *ranges, softmax_scale, window, softcap or None), None, None
+        return *stand_in_forward(q, k, v, *ranges, softmax_scale, mask, softcap or None), None, None
 
     def _flash_attn_varlen_backward(
         self,
@@ -205,9 +209,9 @@ class StandIn2:
         self.calls.append("backward")
         assert all(x.is_contiguous() for x in (dout, q, k, v, out, softmax_lse))
         ranges = self._ranges(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        window = window_of(causal, window_size_left, window_size_right)
+        mask = mask_of(causal, window_size_left, window_size_right)
         stand_in_backward(
-            dout, q, k, v, out, softmax_lse, None, *ranges, softmax_scale, window, softcap or None, dq, dk, dv
+            dout, q, k, v, out, softmax_lse, None, *ranges, softmax_scale, mask, softcap or None, dq, dk, dv
         )
 
 
@@ -218,14 +222,14 @@ def stand_in_3(style: str) -> types.SimpleNamespace:
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, left, right, softcap):
         two.calls.append("forward")
         ranges = two._ranges(q, k, v, cu_q, cu_k, max(2, max_q), max_k, max_sequences=10**9)
-        window = window_of(causal, left, right)
-        return *stand_in_forward(q, k, v, *ranges, scale, window, softcap or None), None, None
+        mask = mask_of(causal, left, right)
+        return *stand_in_forward(q, k, v, *ranges, scale, mask, softcap or None), None, None
 
     def backward(dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, max_q, max_k, scale, causal, left, right, softcap):
         two.calls.append("backward")
         ranges = two._ranges(q, k, v, cu_q, cu_k, max(2, max_q), max_k, max_sequences=10**9)
-        window = window_of(causal, left, right)
-        stand_in_backward(dout, q, k, v, out, lse, None, *ranges, scale, window, softcap or None, dq, dk, dv)
+        mask = mask_of(causal, left, right)
+        stand_in_backward(dout, q, k, v, out, lse, None, *ranges, scale, mask, softcap or None, dq, dk, dv)
 
     if style == "new":
 
@@ -340,9 +344,9 @@ def stand_in_torch(library: torch.library.Library) -> types.SimpleNamespace:
         q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right, **_
     ):
         two.calls.append("forward")
-        window = window_of(causal, window_size_left, window_size_right)
+        mask = mask_of(causal, window_size_left, window_size_right)
         ranges = two._ranges(q, k, v, cu_q, cu_k, max_q, max_k)
-        out, lse = stand_in_forward(q, k, v, *ranges, scale, window, None)
+        out, lse = stand_in_forward(q, k, v, *ranges, scale, mask, None)
         empty = torch.empty(0)
         return out, lse, empty, empty, empty
 
@@ -367,10 +371,10 @@ def stand_in_torch(library: torch.library.Library) -> types.SimpleNamespace:
         window_size_right,
     ):
         two.calls.append("backward")
-        window = window_of(causal, window_size_left, window_size_right)
+        mask = mask_of(causal, window_size_left, window_size_right)
         ranges = two._ranges(q, k, v, cu_q, cu_k, max_q, max_k)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        stand_in_backward(dout, q, k, v, out, lse, None, *ranges, scale, window, None, dq, dk, dv)
+        stand_in_backward(dout, q, k, v, out, lse, None, *ranges, scale, mask, None, dq, dk, dv)
         return dq, dk, dv
 
     library.impl("_flash_attention_forward", forward, "CPU")
@@ -441,6 +445,13 @@ def one_query_batch() -> TaskBatch:
 BATCHES = (packed_batch, ascending_batch, reordered_batch, crossed_batch, one_query_batch)
 
 
+def tall_batch() -> TaskBatch:
+    """Full tiles with more queries than keys, out of order."""
+    return TaskBatch(
+        int64(150, 3, 160), int64(1, 140, 33), int64(60, 0, 70), int64(1, 50, 200), 200, 280, causal=False
+    )
+
+
 def rows_of(start: np.ndarray, length: np.ndarray, rows: int) -> torch.Tensor:
     mask = torch.zeros(rows, dtype=torch.bool)
     for s, n in zip(start, length, strict=True):
@@ -497,6 +508,40 @@ def test_batches(install, library, make_batch):
     kernel, calls = install(library)
     check_kernel(kernel, make_batch(), AttentionSpec(scale=0.3))
     assert calls == ["forward", "forward", "backward", "backward"]
+
+
+@pytest.mark.parametrize("make_batch", [*BATCHES, tall_batch])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_full_tiles(install, library, make_batch):
+    """The stand-ins mask, or refuse more queries than keys, where they are not told that there is no mask."""
+    kernel, calls = install(library)
+    check_kernel(kernel, replace(make_batch(), causal=False), AttentionSpec(scale=0.3))
+    assert calls == ["forward", "forward", "backward", "backward"]
+
+
+@pytest.mark.parametrize("library", [x for x in LIBRARIES if x != "torch_varlen"])
+def test_full_tiles_with_a_softcap(install, library):
+    kernel, _ = install(library)
+    check_kernel(kernel, tall_batch(), AttentionSpec(scale=0.5, softcap=3.0))
+
+
+@pytest.mark.parametrize("library", [x for x in LIBRARIES if x != "flash_attn_4"])
+def test_full_tiles_with_padded_heads(install, library):
+    kernel, _ = install(library)
+    check_kernel(kernel, tall_batch(), AttentionSpec(scale=0.3), dims=(20, 12))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_full_tiles_with_a_window_are_refused(install, library):
+    kernel, calls = install(library)
+    tasks, spec = tall_batch(), AttentionSpec(scale=0.3, window=40)
+    q, k = (torch.ones(n, 2, 8).bfloat16() for n in (tasks.q_rows, tasks.k_rows))
+    with pytest.raises(KernelError, match="window 40 and a batch with causal=False"):
+        kernel.forward(q, k, k, tasks, spec)
+    inputs = BackwardInputs(q, k, k, q, torch.zeros(2, tasks.q_rows), out=q)
+    with pytest.raises(KernelError, match="window 40 and a batch with causal=False"):
+        kernel.backward(inputs, tasks, spec, Gradients(*map(torch.empty_like, (q, k, k))))
+    assert calls == []
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -57,16 +57,18 @@ def test_any_other_ranges_are_gathered_and_scattered(seed):
     assert (target[:, others] == 9).all()
 
 
-def batch(q_len: np.ndarray, k_len: np.ndarray, k_start: np.ndarray | None = None) -> TaskBatch:
+def batch(q_len: np.ndarray, k_len: np.ndarray, k_start: np.ndarray | None = None, causal: bool = True) -> TaskBatch:
     q_start = np.cumsum(q_len) - q_len
     k_start = np.cumsum(k_len) - k_len if k_start is None else k_start
-    return TaskBatch(q_start, q_len, k_start, k_len, int(q_len.sum()), int((k_start + k_len).max(initial=0)))
+    q_rows, k_rows = int(q_len.sum()), int((k_start + k_len).max(initial=0))
+    return TaskBatch(q_start, q_len, k_start, k_len, q_rows, k_rows, causal=causal)
 
 
-def test_calls_are_bounded_in_sequences_and_rows_and_cover_every_task_once():
+@pytest.mark.parametrize("causal", [True, False])
+def test_calls_are_bounded_in_sequences_and_rows_and_cover_every_task_once(causal):
     rng = np.random.default_rng(0)
-    k_len = rng.integers(1, 30, 101)
-    tasks = batch(np.minimum(k_len, rng.integers(1, 30, 101)), k_len)
+    q_len, k_len = rng.integers(1, 30, (2, 101))
+    tasks = batch(np.minimum(q_len, k_len) if causal else q_len, k_len, causal=causal)
     for max_sequences, max_rows in ((None, None), (7, None), (None, 64), (7, 64), (1, None), (200, 10**9)):
         calls = packed_calls(tasks, CPU, max_sequences, max_rows)
         assert calls is packed_calls(tasks, CPU, max_sequences, max_rows)
@@ -74,11 +76,11 @@ def test_calls_are_bounded_in_sequences_and_rows_and_cover_every_task_once():
         k_lengths = [n for call in calls for n in call.k.cu_seqlens.diff().tolist()]
         assert q_lengths == tasks.q_len.tolist() and k_lengths == tasks.k_len.tolist()
         # Packed buffers stay views when they are cut.
-        assert all(call.q.index is None and call.k.index is None for call in calls)
+        assert all(call.q.index is None and call.k.index is None and call.causal == causal for call in calls)
         if max_sequences is not None:
             assert all(len(call.q.cu_seqlens) - 1 <= max_sequences for call in calls)
         if max_rows is not None:
-            assert all(call.k.rows <= max_rows for call in calls)
+            assert all(max(call.q.rows, call.k.rows) <= max_rows for call in calls)
     assert len(packed_calls(tasks, CPU)) == 1
     assert len(packed_calls(tasks, CPU, 7)) == 15
 
@@ -86,11 +88,15 @@ def test_calls_are_bounded_in_sequences_and_rows_and_cover_every_task_once():
 def test_a_task_above_the_row_limit_gets_its_own_call():
     tasks = batch(int64(1, 5, 2), int64(3, 50, 3))
     assert [call.k.rows for call in packed_calls(tasks, CPU, None, 10)] == [3, 50, 3]
+    tall = batch(int64(3, 50, 3), int64(1, 5, 2), causal=False)
+    assert [call.q.rows for call in packed_calls(tall, CPU, None, 10)] == [3, 50, 3]
 
 
 def test_a_call_may_be_exactly_full():
     tasks = batch(int64(1, 1, 1), int64(4, 6, 1))
     assert [call.k.rows for call in packed_calls(tasks, CPU, None, 10)] == [10, 1]
+    tall = batch(int64(4, 6, 1), int64(1, 1, 1), causal=False)
+    assert [call.q.rows for call in packed_calls(tall, CPU, None, 10)] == [10, 1]
 
 
 def test_shared_keys_are_packed_once_for_each_task():

@@ -10,10 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from deepspeed_distca.attention_server import merging
+from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients
+from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
+from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 
 Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -107,6 +111,45 @@ def check_views(merge: Merge, dtype: torch.dtype, wide: torch.dtype, device: str
     for got_out, got_lse in ((out, lse), (again, transposed.t())):
         torch.testing.assert_close(got_out, expected_out)
         torch.testing.assert_close(got_lse, expected_lse)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_of_tiles_add_up_to_those_of_whole_tasks(
+    seed: int, softcap: float | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Causal tasks whose leading keys are cut off into two full tiles."""
+    rng, kernel, spec = np.random.default_rng(seed), ReferenceKernel(), AttentionSpec(0.3, softcap=softcap)
+    q_len = rng.integers(1, 200, 5)
+    one, two, own = rng.integers(1, 150, 5), rng.integers(1, 300, 5), q_len + rng.integers(0, 20, 5)
+    keys = one + two + own
+    q_start, k_start = np.cumsum(q_len) - q_len, np.cumsum(keys) - keys
+    rows = int(q_len.sum()), int(keys.sum())
+    whole = TaskBatch(q_start, q_len, k_start, keys, *rows)
+    parts = [
+        TaskBatch(q_start, q_len, k_start + one + two, own, *rows),
+        TaskBatch(q_start, q_len, k_start, one, *rows, causal=False),
+        TaskBatch(q_start, q_len, k_start + one, two, *rows, causal=False),
+    ]
+    q, dout = (random(i, rows[0], 4, 16).to(dtype) for i in range(2))
+    k, v = (random(i, rows[1], 2, 16).to(dtype) for i in range(2, 4))
+    expected_out, expected_lse = kernel.forward(q, k, v, whole, spec)
+    out, lse = kernel.forward(q, k, v, parts[0], spec)
+    for part in parts[1:]:
+        merging.merge(out, lse, *kernel.forward(q, k, v, part, spec))
+    assert error(out, expected_out.double()) < tolerance and error(lse, expected_lse.double()) < tolerance
+
+    given = BackwardInputs(q, k, v, dout, lse, delta=(dout * out).sum(-1).t())
+    expected, sums = (Gradients(*(torch.zeros_like(x) for x in (q, k, v))) for _ in range(2))
+    kernel.backward(BackwardInputs(q, k, v, dout, expected_lse, expected_out), whole, spec, expected)
+    for part in parts:
+        grads = Gradients(*(torch.zeros_like(x) for x in (q, k, v)))
+        kernel.backward(given, part, spec, grads)
+        for name in ("dq", "dk", "dv"):
+            getattr(sums, name).add_(getattr(grads, name))
+    for name in ("dq", "dk", "dv"):
+        assert error(getattr(sums, name), getattr(expected, name).double()) < tolerance, name
 
 
 @pytest.mark.parametrize(("given", "wide"), [x[:2] for x in DTYPES])

@@ -8,6 +8,7 @@ case, is skipped with the reason.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -40,14 +41,14 @@ def int64(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def tiled(pairs: list[tuple[int, int]]) -> TaskBatch:
+def tiled(pairs: list[tuple[int, int]], causal: bool = True) -> TaskBatch:
     """(queries, keys) one behind the other: cu_seqlens."""
     q_len, k_len = (np.array(x, dtype=np.int64) for x in zip(*pairs, strict=True))
     q_start, k_start = np.cumsum(q_len) - q_len, np.cumsum(k_len) - k_len
-    return TaskBatch(q_start, q_len, k_start, k_len, int(q_len.sum()), int(k_len.sum()))
+    return TaskBatch(q_start, q_len, k_start, k_len, int(q_len.sum()), int(k_len.sum()), causal=causal)
 
 
-def scattered(pairs: list[tuple[int, int]], seed: int, order: str) -> TaskBatch:
+def scattered(pairs: list[tuple[int, int]], seed: int, order: str, causal: bool = True) -> TaskBatch:
     """(queries, keys) with gaps: in "ascending" places, in a "common" random order, or each side in its "own"."""
     rng = np.random.default_rng(seed)
     q_len, k_len = (np.array(x, dtype=np.int64) for x in zip(*pairs, strict=True))
@@ -64,7 +65,7 @@ def scattered(pairs: list[tuple[int, int]], seed: int, order: str) -> TaskBatch:
         return start, row + 17
 
     (q_start, q_rows), (k_start, k_rows) = place(q_len, q_order), place(k_len, k_order)
-    return TaskBatch(q_start, q_len, k_start, k_len, q_rows, k_rows)
+    return TaskBatch(q_start, q_len, k_start, k_len, q_rows, k_rows, causal=causal)
 
 
 DOCUMENTS = [(n, n) for n in (1, 2, 63, 64, 65, 127, 128, 129, 257, 1000, 3, 2048, 1, 509)]
@@ -78,6 +79,20 @@ BATCHES = {
     "crossed": lambda: scattered(PREFIXES, 3, "own"),
     "one_query": lambda: tiled([(1, n) for n in (1, 5, 64, 128, 129, 600)]),
     "one_token": lambda: tiled([(1, 1)] * 300),
+}
+
+
+# Queries and keys of full tiles, on both sides of the kernels' tile sizes.
+TILES = [(700, 1), (1, 700), (1024, 128), (100, 777), (5, 5), (3000, 129), (64, 64), (130, 2), (333, 501), (1, 1)]
+
+FULL = {
+    "packed": lambda: tiled(TILES, causal=False),
+    "gaps": lambda: scattered(TILES, 1, "ascending", causal=False),
+    "reordered": lambda: scattered(TILES, 2, "common", causal=False),
+    "crossed": lambda: scattered(TILES, 3, "own", causal=False),
+    "documents": lambda: tiled(DOCUMENTS, causal=False),
+    "one_query": lambda: tiled([(1, n) for n in (1, 5, 64, 128, 129, 600)], causal=False),
+    "long": lambda: tiled([(4096, 32_768), (20_000, 300)], causal=False),
 }
 
 
@@ -175,6 +190,54 @@ def compare(name, tasks, spec, heads=HEADS, dims=DIMS, dtype=torch.bfloat16, ker
 @pytest.mark.parametrize("name", FUSED)
 def test_batches(name, batch):
     compare(name, BATCHES[batch](), AttentionSpec(DIMS[0] ** -0.5))
+
+
+@pytest.mark.parametrize("batch", FULL)
+@pytest.mark.parametrize("name", FUSED)
+def test_full_tiles(name, batch):
+    compare(name, FULL[batch](), AttentionSpec(DIMS[0] ** -0.5))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128)])
+@pytest.mark.parametrize("name", FUSED)
+def test_head_dimensions_of_full_tiles(name, dims):
+    compare(name, FULL["reordered"](), AttentionSpec(dims[0] ** -0.5), dims=dims)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_softcap_of_full_tiles(name):
+    compare(name, FULL["gaps"](), AttentionSpec(DIMS[0] ** -0.5, softcap=5.0), tolerance=1.5e-2)
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FUSED)
+def test_a_document_in_tiles(name, wide):
+    """The last queries of a document: their own keys causal, those before in two full tiles."""
+    spec, n, cuts = AttentionSpec(DIMS[0] ** -0.5), 3000, (0, 900, 1777)
+    kernel = fitting(name, spec)
+    rows = n - cuts[-1]
+    whole = tiled([(rows, n)])
+    q, k, v, dout = inputs(whole)
+    wanted_out, wanted_lse, wanted = expected_of(q, k, v, dout, whole, spec)
+    parts = [TaskBatch(int64(0), int64(rows), int64(cuts[-1]), int64(rows), rows, n)]
+    for first, last in pairwise(cuts):
+        parts.append(TaskBatch(int64(0), int64(rows), int64(first), int64(last - first), rows, n, causal=False))
+    out, lse = kernel.forward(q, k, v, parts[0], spec)
+    out = out.to(wide)
+    for part in parts[1:]:
+        merging.merge(out, lse, *kernel.forward(q, k, v, part, spec))
+    errors = {"out": error(out, wanted_out), "lse": float((lse - wanted_lse).abs().max())}
+
+    delta = (dout.float() * out.float()).sum(-1).t().contiguous()
+    given, sums = BackwardInputs(q, k, v, dout, lse, delta=delta), [torch.zeros_like(x).float() for x in (q, k, v)]
+    for part in parts:
+        grads = gradients(kernel, q, k, v, 0)
+        kernel.backward(given, part, spec, grads)
+        for total, x in zip(sums, by_name(grads).values(), strict=True):
+            total += x
+    errors |= {what: error(x, wanted[what]) for what, x in zip(by_name(grads), sums, strict=True)}
+    print(f"\n{name}: tiles: " + ", ".join(f"{what} {value:.1e}" for what, value in errors.items()))
+    assert all(value <= 1e-2 for value in errors.values()), (name, errors)
 
 
 @pytest.mark.parametrize("batch", ["prefixes", "reordered"])
@@ -407,10 +470,13 @@ def test_nan_in_rows_outside_the_ranges(name):
     assert all(finite.values()), (name, finite)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", [*BATCHES, "full"])
 def test_the_reference_on_the_gpu_equals_itself_on_the_cpu(batch):
     """What the other tests compare with."""
-    tasks, spec = BATCHES[batch](), AttentionSpec(0.2, window=200)
+    if batch == "full":
+        tasks, spec = FULL["crossed"](), AttentionSpec(0.2)
+    else:
+        tasks, spec = BATCHES[batch](), AttentionSpec(0.2, window=200)
     q, k, v, dout = inputs(tasks, (2, 1), (16, 16), torch.float32)
     kernel = ReferenceKernel()
     results = []

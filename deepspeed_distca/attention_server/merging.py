@@ -10,7 +10,7 @@ from deepspeed_distca.attention_server.fused import Fused, tl, triton
 
 # Rows taken to fp32 at a time by PyTorch: bounds the temporaries to some tens of MiB.
 _ROWS = 4096
-_BLOCK = 64
+_BLOCK = 16
 
 
 @torch.no_grad()

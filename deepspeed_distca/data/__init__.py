@@ -6,6 +6,7 @@ from deepspeed_distca.data.accumulation import AccumulationLoader
 from deepspeed_distca.data.collator import PackedSequenceCollator
 from deepspeed_distca.data.global_loader import GlobalPackedLoader
 from deepspeed_distca.data.packing import PackedRows, Packing, Piece, RowSampler, pack_documents
+from deepspeed_distca.data.prefixes import PrefixCollator, answer_sums, token_logps, weighted_loss
 from deepspeed_distca.data.sources import tokenize
 from deepspeed_distca.data.step_packing import pack_step
 
@@ -16,8 +17,12 @@ __all__ = [
     "PackedSequenceCollator",
     "Packing",
     "Piece",
+    "PrefixCollator",
     "RowSampler",
+    "answer_sums",
     "pack_documents",
     "pack_step",
+    "token_logps",
     "tokenize",
+    "weighted_loss",
 ]

@@ -93,6 +93,9 @@ def check(batch, features):
 def check_answers(batch, features):
     """Rows of an answer, in order, are those of its targets; prompts and what documents share have none."""
     number, owners = 0, rows(batch, "answers")
+    # As docs/data.md has it.
+    order = batch["answers"][0].argsort(stable=True)[(batch["answers"] < 0).sum() :].tolist()
+    assert order == sorted((i for i, owner in enumerate(owners) if owner >= 0), key=lambda i: (owners[i], i))
     for f in features:
         for i, answer in enumerate(f.get("answers", [None])):
             if answer is not None:

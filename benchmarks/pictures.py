@@ -35,7 +35,7 @@ from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, Cost
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Setting, choose
 from deepspeed_distca.scheduler.routes import RouteCompiler
-from deepspeed_distca.scheduler.tasks import Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks
+from deepspeed_distca.scheduler.tasks import Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks, task_costs
 from deepspeed_distca.scheduler.worth import PlanOptions, Worth
 
 ROOT = Path(__file__).parents[1]
@@ -257,11 +257,9 @@ def spans_of(planned: Plan, layout: Layout, phase: Phase, *, moved: bool) -> lis
     """
     cost = cost_model()
     compiler = planned.compiler if moved else RouteCompiler(layout, planned.worth.home.rows)
-
-    def task_cost(q_start: np.ndarray, q_end: np.ndarray, k_start: np.ndarray) -> np.ndarray:
-        return cost.cost(q_start, q_end, k_start, None, phase)
-
-    at_home, away = ((load / UNITS_PER_SECOND).tolist() for load in compiler.loads(task_cost))
+    at_home, away = (
+        (load / UNITS_PER_SECOND).tolist() for load in compiler.loads(lambda rows: task_costs(rows, cost, phase))
+    )
     out, back = compiler.bytes_between(HEADS, phase)
     linear = planned.worth.whole - planned.worth.before
     spans = [Span(rank, "linear", 0.0, linear) for rank in range(layout.num_ranks)]

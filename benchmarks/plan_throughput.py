@@ -84,7 +84,7 @@ class Bench:
 
     def measure(self, plan: RankPlan, phase: str, repeats: int) -> tuple[Timed, Timed, Timed | None]:
         """The batch in the workspace, whole documents of its area, and the batch at home if there is one."""
-        batches = [plan.remote, whole_documents(plan.remote), *([plan.local] if len(plan.local) else [])]
+        batches = [*plan.remote, *map(whole_documents, plan.remote), *plan.local]
         calls = [self._calls.in_workspace(plan, phase), *(self._calls.in_place(tasks, phase) for tasks in batches[1:])]
         # In turns and without a pause, so that clocks are alike, and those of training.
         taken = [[self._calls.stopwatch.start(call) for call in calls] for _ in range(repeats + 1)]
@@ -119,10 +119,10 @@ def _nearest(area: int) -> int:
 def largest(plans: Sequence[RankPlan], count: int) -> list[tuple[int, int]]:
     """(server, how many have equal tasks) of the servers with the largest area in their workspace."""
     alike: dict[tuple, list[int]] = {}
-    for server in sorted(range(len(plans)), key=lambda s: -plans[s].remote.area):
+    for server in sorted(range(len(plans)), key=lambda s: -sum(tasks.area for tasks in plans[s].remote)):
         p = plans[server]
-        lengths = (p.remote.q_len, p.remote.k_len, p.local.q_len, p.local.k_len)
-        if len(p.remote):
+        lengths = [x for tasks in (*p.remote, *p.local) for x in (tasks.q_len, tasks.k_len)]
+        if p.remote:
             alike.setdefault(tuple(x.tobytes() for x in lengths), []).append(server)
     return [(servers[0], len(servers)) for servers in list(alike.values())[:count]]
 

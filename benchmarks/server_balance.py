@@ -80,9 +80,9 @@ class Servers:
     def _start(self, plan: RankPlan, phase: str) -> list[Callable[[], float]]:
         """Its tasks in place and those in its workspace; what is returned waits and says the seconds of each."""
         started = []
-        if len(plan.local):
-            started.append(self._calls.stopwatch.start(self._calls.in_place(plan.local, phase)))
-        if len(plan.remote):
+        for tasks in plan.local:
+            started.append(self._calls.stopwatch.start(self._calls.in_place(tasks, phase)))
+        if plan.remote:
             started.append(self._calls.stopwatch.start(self._calls.in_workspace(plan, phase)))
         return started
 

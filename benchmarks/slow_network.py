@@ -277,7 +277,7 @@ def measure(heads: Any, tokens: int, ranks: int) -> tuple[float, float, float]:
             work.wait()
         took.append(time.perf_counter() - start)
     kernel, spec = make_kernel("reference"), AttentionSpec(heads.head_dim**-0.5)
-    tasks = RankPlan(home_routes(Layout.from_lengths([[tokens]]), 0)).local
+    tasks = RankPlan(home_routes(Layout.from_lengths([[tokens]]), 0)).local[0]
     q, k, v, dout = (
         torch.randn(tokens, n, heads.head_dim) for n in (heads.query, heads.key_value, heads.key_value, heads.query)
     )

@@ -22,6 +22,7 @@ from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.routes import RouteCompiler
+from deepspeed_distca.scheduler.tasks import task_costs
 from deepspeed_distca.scheduler.worth import PlanOptions, finishing_weights, phase_seconds
 from tests.huggingface.lone_server import NoExchange, lone_server
 
@@ -127,7 +128,7 @@ def test_a_plan_that_saves_too_little_keeps_every_row_at_home(lengths, weights, 
     if weights is not None:
         # Transfers take no time, but rows leave after their rank's linear work only.
         compiler = RouteCompiler(layout, free.rows)
-        at_home, away = (x / 1e15 / speeds for x in compiler.loads(lambda *task: cost.cost(*task)))
+        at_home, away = (x / 1e15 / speeds for x in compiler.loads(lambda rows: task_costs(rows, cost, "forward")))
         sizes = compiler.bytes_between(cost.heads, "forward")
         after = phase_seconds(cost, at_home, away, *sizes, early=True, start=start)
     assume(before - after > 1e-9 * before and abs(share - 1) > 1e-4)

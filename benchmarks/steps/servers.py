@@ -103,10 +103,11 @@ class ServerCalls:
 
     def in_workspace(self, plan: RankPlan, phase: str) -> Callable[[], object]:
         """All tasks in its workspace: one kernel call forward, and what sums gradients around those backward."""
-        q, k, v, dout, out, lse = self._rows(plan.remote)
+        (tasks,) = plan.remote  # there are no trees
+        q, k, v, dout, out, lse = self._rows(tasks)
         if phase == "forward":
-            return lambda: self._where.kernel.forward(q, k, v, plan.remote, self._spec)
-        self._where.kernel.forward(q, k, v, plan.remote, self._spec, (out, lse))
+            return lambda: self._where.kernel.forward(q, k, v, tasks, self._spec)
+        self._where.kernel.forward(q, k, v, tasks, self._spec, (out, lse))
         stats = torch.stack([lse.t(), row_dots(dout, out).t()], dim=1)
         parts, wide = Parts.whole(plan), self._where.kernel.grad_dtype(q.dtype)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -85,8 +86,8 @@ class Part:
         first, rows: its home rows are [first, first + rows) of the rank's.
         plan: tasks in the workspace whose queries are of this part (``remote``, ``waves``), and its rows' runs,
             counted from ``first`` at home. The workspace is that of the whole plan.
-        local: tasks in place, queries counted from ``first`` and keys from ``k_first``. In backward without those of
-            ``shared``.
+        local: tasks in place, one batch for each call of a kernel, queries counted from ``first`` and keys from
+            ``k_first``. In backward without those of ``shared``.
         k_first: the first home row of the key/value rows for tasks in place; they end with the part's own.
         shared: backward of nano-batch 0 only: tasks in place whose keys a task in place of nano-batch 1 has as well,
             so that their dk and dv are added, counted like ``local``.
@@ -96,7 +97,7 @@ class Part:
     first: int
     rows: int
     plan: RankPlan
-    local: TaskBatch
+    local: list[TaskBatch]
     k_first: int = 0
     shared: TaskBatch | None = None
     needs_other: bool = False
@@ -136,11 +137,12 @@ class Parts:
     @cached_property
     def written(self) -> bool:
         """Backward: tasks in place write every row of dk and dv, each exactly once."""
-        alone = [part.local for part in self.parts]
+        # Of a part's batches the first one writes, and covers what the others have; those are added to it.
+        alone = [part.local[0] for part in self.parts if part.local]
         if any(part.shared is not None and len(part.shared) for part in self.parts):
             return False
         count = sum(int(tasks.k_len.sum()) for tasks in alone)
-        first = [part.k_first for part in self.parts]
+        first = [part.k_first for part in self.parts if part.local]
         spans = [(s.start + f, s.stop + f) for tasks, f in zip(alone, first, strict=True) for s in tasks.key_spans]
         return count == self.home_rows and all(a[1] <= b[0] for a, b in pairwise(sorted(spans)))
 
@@ -194,7 +196,12 @@ def two_parts(plan: Routes, cuts: np.ndarray, window: int | None, *, backward: b
         window: keys that a query sees.
         backward: keep tasks apart that would overwrite each other's dk and dv.
         late_keys: see :class:`Parts`, and :func:`has_crossing`.
+
+    Raises:
+        ValueError: a plan of trees, whose tasks share queries: they run whole.
     """
+    if plan.tasks_per_row > 1:
+        raise ValueError("micro-batches with trees are not divided into nano-batches")
     cut = int(cuts[plan.rank])
     runs = _divide_runs(plan, cuts)
 
@@ -233,7 +240,7 @@ def two_parts(plan: Routes, cuts: np.ndarray, window: int | None, *, backward: b
         )
         apart, shared = (_batch(local.take(mine & which), first, k_first, end) for which in (~clash, clash))
         needs_other = bool(reads[nano_remote == nano].any())
-        parts.append(Part(first, rows, divided, apart, k_first, shared, needs_other))
+        parts.append(Part(first, rows, divided, [apart] if len(apart) else [], k_first, shared, needs_other))
     return Parts(tuple(parts), plan.home_rows, late_keys)
 
 
@@ -243,10 +250,10 @@ def _batch(tasks: TaskRanges, first: int, k_first: int, end: int) -> TaskBatch:
     )
 
 
-def _divide_runs(plan: Routes, cuts: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def _divide_runs(plan: Routes, cuts: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
     """The runs of either nano-batch in the plan's order, by their names there, with home rows counted from its first.
     Both sides of a run cut it alike, so they go on listing what passes between them in the same order."""
-    parts: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})
+    parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
 
     def divide(name: str, before: np.ndarray, cut: np.ndarray | int, *flags: str) -> None:
         runs = getattr(plan, name)
@@ -315,7 +322,7 @@ def _cut_tasks(tasks: TaskRanges, points: np.ndarray, window: int | None) -> Tas
     k_start = tasks.k_start[task]
     if window is not None:
         k_start = np.maximum(k_start, k_end - (end - start) - window + 1)
-    return TaskRanges(start, end - start, k_start, k_end - k_start)
+    return TaskRanges(start, end - start, k_start, k_end - k_start, tasks.level[task])
 
 
 def _waves(tasks: TaskRanges) -> tuple[np.ndarray, ...]:

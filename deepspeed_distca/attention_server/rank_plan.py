@@ -42,8 +42,8 @@ class RankPlan:
     """What core attention needs of a rank's routes, with per-device metadata made once and kept.
 
     Attributes:
-        local: all tasks in place.
-        remote: tasks in the workspace; ``waves`` are the same, cut for backward.
+        local: the tasks in place, one batch for each call of a kernel in either phase; the first are causal ones.
+        remote: the tasks in the workspace, likewise for forward; ``waves`` are the same, cut for backward.
         q_in, kv_in: runs from other ranks into the workspace; q_keep, kv_keep: this rank's own rows that go there.
         q_out, kv_out: runs to other servers.
         kv_in_direct: those of ``kv_in`` that homes send themselves; the rest comes as ``relay_in``, from another
@@ -55,8 +55,8 @@ class RankPlan:
 
     def __init__(self, routes: Routes) -> None:
         self.routes = routes
-        self.local = self._home(routes.local)
-        self.remote = self._work(routes.remote)
+        self.local = [_batch(tasks, routes.home_rows, routes.home_rows) for tasks in _by_level(routes.local)]
+        self.remote = [self._work(tasks) for tasks in _by_level(routes.remote)]
         self.waves = [self._work(routes.remote.take(index)) for index in routes.waves]
         self.q_in, self.q_keep = _incoming(routes.q_in, routes.rank)
         self.kv_in, self.kv_keep = _incoming(routes.kv_in, routes.rank)
@@ -71,10 +71,7 @@ class RankPlan:
         self._returned_rows: dict[torch.device, torch.Tensor] = {}
         runs = (self.q_in, self.q_keep, self.q_out, self.kv_in, self.kv_keep, self.kv_out)
         #: nothing to send, receive or copy: the kernel runs on q, k and v as they are
-        self.is_local = not len(self.remote) and not any(runs)
-
-    def _home(self, tasks: TaskRanges) -> TaskBatch:
-        return _batch(tasks, self.routes.home_rows, self.routes.home_rows)
+        self.is_local = not self.remote and not any(runs)
 
     def _work(self, tasks: TaskRanges) -> TaskBatch:
         return _batch(tasks, self.routes.work_q_rows, self.routes.work_kv_rows)
@@ -126,8 +123,19 @@ def _sums(contributions: list[Contribution]) -> list[Sum]:
     return ranges
 
 
+def _by_level(tasks: TaskRanges) -> list[TaskRanges]:
+    """The tasks of each level that has any."""
+    if not len(tasks):
+        return []
+    if not tasks.level.any():
+        return [tasks]
+    return [tasks.take(tasks.level == level) for level in np.unique(tasks.level)]
+
+
 def _batch(tasks: TaskRanges, q_rows: int, k_rows: int) -> TaskBatch:
-    return TaskBatch(tasks.q_start, tasks.q_len, tasks.k_start, tasks.k_len, q_rows, k_rows)
+    """Tasks of one level."""
+    ranges = tasks.q_start, tasks.q_len, tasks.k_start, tasks.k_len
+    return TaskBatch(*ranges, q_rows, k_rows, causal=not tasks.level.any())
 
 
 def _runs(runs: np.ndarray) -> list[Run]:

@@ -26,10 +26,11 @@ from deepspeed_distca.attention_server import borrowed
 from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.exchange.base import Exchange, Messages, NoExchange, Pending
 from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients, Kernel
-from deepspeed_distca.attention_server.kernels.api import new_outputs
+from deepspeed_distca.attention_server.merging import merge
 from deepspeed_distca.attention_server.parts import Part, Parts
 from deepspeed_distca.attention_server.rank_plan import RankPlan, Run
 from deepspeed_distca.attention_server.row_dots import row_dots
+from deepspeed_distca.attention_server.serving import add_gradients, add_spans, attend, results_of, sum_dtype
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 from deepspeed_distca.attention_server.transfers import (
@@ -37,7 +38,6 @@ from deepspeed_distca.attention_server.transfers import (
     add_rows,
     consecutive,
     dispatch,
-    home_rows,
     work_rows,
 )
 
@@ -108,7 +108,7 @@ class _Steps:
         """Tasks in place and tasks in the workspace, beside each other where there are both a side stream and the
         latter. A rank without any in its workspace only waits for its results, behind its own tasks: NCCL's receive
         would hold multiprocessors until they come."""
-        if self._side is not None and len(self._phase.parts[i].plan.remote):
+        if self._side is not None and self._phase.parts[i].plan.remote:
             return self._side.run(at_home, away, device)
         if self._waits_first:
             self._arrived(i)
@@ -133,8 +133,9 @@ class ForwardSteps(_Steps):
         # By part:
         self._q: dict[int, torch.Tensor] = {}
         self._keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # k and v
-        # out, lse, and lse of rows that come back, where some may
-        self._results: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        self._results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # out and lse
+        self._lse_back: dict[int, torch.Tensor] = {}  # of rows that come back
+        self._out_back: dict[int, torch.Tensor] = {}  # of the same, where they are merged with what is at home
 
     def dispatch(self, i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Rows of part i leave for the servers.
@@ -156,50 +157,60 @@ class ForwardSteps(_Steps):
         part, q = self._phase.parts[i], self._q[i]
         p, spec, kernel = part.plan, self._spec, self._kernel
         k, v = self._keys_in_place(part, i, self._keys)
-        out, lse = new_outputs(q, v)
+        tasks_per_row = p.routes.tasks_per_row
+        self._results[i] = out, lse = results_of(q, v, tasks_per_row)
 
         def at_home() -> None:
-            if len(part.local):
-                kernel.forward(q, k, v, part.local, spec, (out, lse))
+            attend(kernel, q, k, v, part.local, spec, (out, lse))
 
         if p.is_local:
-            self._results[i] = out, lse, None
             return at_home()
 
-        lse_back, stats = None, []
+        stats: Messages = []
+        rows: Messages = [(run.peer, out[run.at_home]) for run in p.returned]
         if p.returned:
-            lse_back = lse.new_empty((len(p.returned_rows(q.device)), q.shape[1]))
-            stats = list(consecutive(lse_back, p.returned))
-        returning = self._exchange.expect([*home_rows(out, p.q_out), *stats[: len(p.q_out)]], sends=bool(p.q_in))
+            count = len(p.returned_rows(q.device))
+            self._lse_back[i] = lse.new_empty((count, q.shape[1]))
+            stats = consecutive(self._lse_back[i], p.returned)
+            if tasks_per_row > 1:
+                self._out_back[i] = q.new_empty((count, *out.shape[1:]))
+                rows = consecutive(self._out_back[i], p.returned)
+        away_from = len(p.q_out)
+        returning = self._exchange.expect([*rows[:away_from], *stats[:away_from]], sends=bool(p.q_in))
 
         def away() -> tuple:
             self._arrived(i)
             out_work = lse_work = None
             results: Messages = []
-            if len(p.remote):
+            if p.remote:
                 q_work, k_work, v_work = self._work
-                out_work, lse_work = kernel.forward(q_work, k_work, v_work, p.remote, spec)
-                lse_work = _permuted(lse_work, 1, 0)
+                out_work, lse_work = results_of(q_work, v_work, tasks_per_row)
+                attend(kernel, q_work, k_work, v_work, p.remote, spec, (out_work, lse_work))
+                out_work, lse_work = _in(out_work, q.dtype), _permuted(lse_work, 1, 0)
                 results = [*work_rows(out_work, p.q_in), *work_rows(lse_work, p.q_in)]
             return out_work, lse_work, results, returning.start(results) if self._exchange.early else None
 
         out_work, lse_work, results, giving_back = self._run(i, at_home, away, q.device)
         self._returning[i] = giving_back or returning.start(results)
-        for run, (_, row) in zip(p.q_keep, stats[len(p.q_out) :], strict=True):
-            out[run.at_home].copy_(out_work[run.at_work])
-            row.copy_(lse_work[run.at_work])
-        self._results[i] = out, lse, lse_back
+        for run, (_, row), (_, stat) in zip(p.q_keep, rows[away_from:], stats[away_from:], strict=True):
+            row.copy_(out_work[run.at_work])
+            stat.copy_(lse_work[run.at_work])
         if i == len(self._phase.parts) - 1:
             self._work = []
 
     def collect(self, i: int) -> tuple[torch.Tensor, ...]:
         """q, k, v, out [rows, q_heads, v_head_dim] and lse [q_heads, rows] of part i, once its results are there."""
-        out, lse, lse_back = self._results.pop(i)
+        out, lse = self._results.pop(i)
+        p, lse_back = self._phase.parts[i].plan, self._lse_back.pop(i, None)
         if i in self._returning:
             self._returning[i].wait()
-        if lse_back is not None:
-            lse.index_copy_(1, self._phase.parts[i].plan.returned_rows(out.device), lse_back.t())
-        return self._q[i], *self._keys[i], out, lse
+        if i in self._out_back and lse_back is not None:
+            rows, stats = (consecutive(x, p.returned) for x in (self._out_back.pop(i), lse_back))
+            for run, (_, row), (_, stat) in zip(p.returned, rows, stats, strict=True):
+                merge(out[run.at_home], lse[:, run.at_home], row, stat.t())
+        elif lse_back is not None:
+            lse.index_copy_(1, p.returned_rows(out.device), lse_back.t())
+        return self._q[i], *self._keys[i], out.to(self._q[i].dtype), lse
 
 
 @dataclass
@@ -230,6 +241,7 @@ class BackwardSteps(_Steps):
         self._given: dict[int, Given] = {}
         self._delta: dict[int, torch.Tensor | None] = {}
         self._dq: dict[int, torch.Tensor] = {}
+        self._dq_back: dict[int, torch.Tensor] = {}  # of rows that come back, where they are added to what is at home
         self._keys_back: dict[int, tuple[torch.Tensor, ...]] = {}
         self._relayed_back: dict[int, tuple[torch.Tensor, ...]] = {}
         self._behind: dict[int, Pending] = {}
@@ -266,12 +278,18 @@ class BackwardSteps(_Steps):
             new = torch.Tensor.new_empty if self._phase.written else torch.Tensor.new_zeros
             rows = self._phase.home_rows
             self._home_sums = [new(t, (rows, *t.shape[1:]), dtype=dtype) for t in (given.k, given.v)]
-        self._dq[i] = dq = torch.empty_like(given.q)
+        tasks_per_row = p.routes.tasks_per_row
+        self._dq[i] = dq = torch.empty_like(given.q, dtype=sum_dtype(given.q.dtype, tasks_per_row))
+        returned: Messages = [(run.peer, dq[run.at_home]) for run in p.returned]
+        if tasks_per_row > 1:
+            dq.zero_()
+            self._dq_back[i] = given.q.new_empty((len(p.returned_rows(dq.device)), *dq.shape[1:]))
+            returned = consecutive(self._dq_back[i], p.returned)
         complete = [self._phase.parts[j].plan for j in self._phase.keys_after(i)]
         if p.is_local and not any(s.kv_in or s.kv_out for s in complete):
             return self._at_home(part, i)
 
-        receives: list = list(home_rows(dq, p.q_out))
+        receives: list = list(returned[: len(p.q_out)])
         last_receives: list = []
         for j, server in zip(self._phase.keys_after(i), complete, strict=True):
             if server.touched:
@@ -297,8 +315,8 @@ class BackwardSteps(_Steps):
 
         dq_work, sends, giving_back = self._run(i, lambda: self._at_home(part, i), away, dq.device)
         self._returning[i] = giving_back or returning.start(sends)
-        for run in p.q_keep:
-            dq[run.at_home].copy_(dq_work[run.at_work])
+        for run, (_, row) in zip(p.q_keep, returned[len(p.q_out) :], strict=True):
+            row.copy_(dq_work[run.at_work])
         if last_receives or any(server.back_in for server in complete):
             self._return_sums(i, last_receives, dtype)
         if i == 0:
@@ -343,8 +361,13 @@ class BackwardSteps(_Steps):
                 sources.append(self._work_sums.totals)
             for total, *contributions in zip(sums, *sources, strict=True):
                 accumulate(part.plan.touched, total, contributions)
-        dk, dv = sums
-        return self._dq[i], dk.to(given.k.dtype), dv.to(given.v.dtype)
+        dq, (dk, dv) = self._dq[i], sums
+        if i in self._dq_back:
+            for run, (_, row) in zip(
+                part.plan.returned, consecutive(self._dq_back[i], part.plan.returned), strict=True
+            ):
+                add_rows(dq, run.at_home, row)
+        return dq.to(given.q.dtype), dk.to(given.k.dtype), dv.to(given.v.dtype)
 
     def _at_home(self, part: Part, i: int) -> None:
         given, delta = self._given[i], self._delta[i]
@@ -353,17 +376,13 @@ class BackwardSteps(_Steps):
 
         inputs = BackwardInputs(given.q, k, v, given.dout, given.lse, given.out if delta is None else None, delta)
 
-        def run(tasks: TaskBatch, dk: torch.Tensor, dv: torch.Tensor) -> None:
-            self._kernel.backward(inputs, tasks, self._spec, Gradients(self._dq[i], dk, dv))
-
-        if len(part.local):
-            run(part.local, dk, dv)
+        add_gradients(self._kernel, inputs, part.local, self._spec, Gradients(self._dq[i], dk, dv))
         if part.shared is not None and len(part.shared):
             own = torch.zeros_like(dk), torch.zeros_like(dv)
-            run(part.shared, *own)
-            for start, length in zip(part.shared.k_start.tolist(), part.shared.k_len.tolist(), strict=True):
-                span = slice(start, start + length)
-                for total, contribution in zip((dk, dv), own, strict=True):
+            self._kernel.backward(inputs, part.shared, self._spec, Gradients(self._dq[i], *own))
+            for total, contribution in zip((dk, dv), own, strict=True):
+                for start, length in zip(part.shared.k_start.tolist(), part.shared.k_len.tolist(), strict=True):
+                    span = slice(start, start + length)
                     add_rows(total, span, contribution[span])
 
     def _in_workspace(self, part: Part, i: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
@@ -375,7 +394,7 @@ class BackwardSteps(_Steps):
             q_work, *_, k_work, v_work = self._work
             self._work_sums = WorkspaceGradients(self._phase, k_work, v_work, self._kernel.grad_dtype(q_work.dtype))
         dq = None
-        if len(part.plan.remote):
+        if part.plan.remote:
             dq = serve_backward(i, self._work, self._work_sums, self._spec, self._kernel)
         return dq, self._work_sums.totals
 
@@ -390,13 +409,19 @@ def serve_backward(
     """
     q, dout, stats, k, v = work
     lse, delta = _permuted(stats, 1, 2, 0).unbind()
-    dq, inputs = borrowed.empty_like(q), BackwardInputs(q, k, v, dout, lse, delta=delta)
+    inputs, tasks_per_row = BackwardInputs(q, k, v, dout, lse, delta=delta), sums.tasks_per_row
+    dq = borrowed.empty_like(q, dtype=sum_dtype(q.dtype, tasks_per_row))
+    if tasks_per_row > 1:
+        dq.zero_()
 
     def run(tasks: TaskBatch, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        kernel.backward(inputs, tasks, spec, Gradients(dq, dk, dv))
+        found = dq if tasks_per_row == 1 else borrowed.empty_like(q)
+        kernel.backward(inputs, tasks, spec.for_tasks(tasks), Gradients(found, dk, dv))
+        if found is not dq:
+            add_spans(dq, tasks.query_spans, found)
 
     sums.add(part, run)
-    return dq
+    return _in(dq, q.dtype)
 
 
 class WorkspaceGradients:
@@ -404,10 +429,12 @@ class WorkspaceGradients:
 
     Attributes:
         totals: dk and dv.
+        tasks_per_row: see ``Routes``.
     """
 
     def __init__(self, phase: Parts, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> None:
         self._phase, self._sums, self._dtype = phase, phase.sums, dtype
+        self.tasks_per_row = phase.parts[0].plan.routes.tasks_per_row
         wide = torch.promote_types(dtype, torch.float32)
         # One addition is computed in fp32 and rounded once in any case; a sum of more is kept in fp32.
         self._in_place = self._sums.most <= 2 or wide == dtype
@@ -439,6 +466,11 @@ def _rows(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
     return x if last - first == len(x) else x[first:last]
 
 
+def _in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same in a dtype."""
+    return x if x.dtype == dtype else borrowed.empty_like(x, dtype=dtype).copy_(x)
+
+
 def _permuted(x: torch.Tensor, *order: int) -> torch.Tensor:
     """Its dimensions in another order, contiguous."""
     x = x.permute(order)
@@ -447,7 +479,4 @@ def _permuted(x: torch.Tensor, *order: int) -> torch.Tensor:
 
 def _in_dtype(work: torch.Tensor, runs: list[Run], dtype: torch.dtype) -> Messages:
     """The runs' rows of a workspace in a dtype, with their peers."""
-    rows = work_rows(work, runs)
-    if work.dtype == dtype:
-        return rows
-    return [(peer, borrowed.empty_like(x, dtype=dtype).copy_(x)) for peer, x in rows]
+    return [(peer, _in(x, dtype)) for peer, x in work_rows(work, runs)]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -27,6 +27,10 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     softcap: float | None = None
+
+    def for_tasks(self, tasks: TaskBatch) -> AttentionSpec:
+        """The same for a batch: full tiles have no window, as there are none where a window would hide a key."""
+        return self if tasks.causal or self.window is None else replace(self, window=None)
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,12 @@ class TaskBatch:
     @cached_property
     def key_spans(self) -> list[slice]:
         """The key rows of all tasks, as ascending ranges that do not touch each other."""
-        order = np.argsort(self.k_start, kind="stable")
-        spans: list[slice] = []
-        for start, length in zip(self.k_start[order].tolist(), self.k_len[order].tolist(), strict=True):
-            if spans and start <= spans[-1].stop:
-                spans[-1] = slice(spans[-1].start, max(spans[-1].stop, start + length))
-            else:
-                spans.append(slice(start, start + length))
-        return spans
+        return _spans(self.k_start, self.k_len)
+
+    @cached_property
+    def query_spans(self) -> list[slice]:
+        """The query rows, likewise."""
+        return _spans(self.q_start, self.q_len)
 
     @cached_property
     def key_overlap(self) -> tuple[int, int] | None:
@@ -119,6 +121,17 @@ class TaskBatch:
     def on(self, device: torch.device) -> DeviceTasks:
         """The int32 metadata on a device; made once."""
         return self.once(DeviceTasks.of, device)
+
+
+def _spans(starts: np.ndarray, lengths: np.ndarray) -> list[slice]:
+    order = np.argsort(starts, kind="stable")
+    spans: list[slice] = []
+    for start, length in zip(starts[order].tolist(), lengths[order].tolist(), strict=True):
+        if spans and start <= spans[-1].stop:
+            spans[-1] = slice(spans[-1].start, max(spans[-1].stop, start + length))
+        else:
+            spans.append(slice(start, start + length))
+    return spans
 
 
 @dataclass(frozen=True)

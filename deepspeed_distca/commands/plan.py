@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         flows = moved.dispatch_bytes(heads, phase), moved.return_bytes(heads, phase)
     except (ValueError, OverflowError) as error:
         raise UsageError(str(error)) from error
-    columns = ("document", "q_start", "q_end", "k_start", "server")
+    columns = ("document", "q_start", "q_end", "k_start", "k_end", "server")
     report = {
         "tasks": [
             dict(zip(columns, row, strict=True), home=home)

@@ -19,7 +19,7 @@ def kernel_error(kernel: Kernel, heads: Heads, device: torch.device, dtype: torc
     """The largest relative error of a kernel's out, dq, dk and dv on a few packed documents, against the reference in
     fp64; infinite where it is no number."""
     generator = torch.Generator().manual_seed(0)
-    tasks = RankPlan(home_routes(Layout.from_lengths([_LENGTHS]), 0)).local
+    tasks = RankPlan(home_routes(Layout.from_lengths([_LENGTHS]), 0)).local[0]
     spec = AttentionSpec(heads.head_dim**-0.5)
 
     def drawn(count: int) -> torch.Tensor:

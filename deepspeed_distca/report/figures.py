@@ -13,7 +13,7 @@ import numpy as np
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.report.page import RANKS, Figure
 from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel, Phase
-from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks
+from deepspeed_distca.scheduler.tasks import Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks, task_costs
 from deepspeed_distca.scheduler.traffic import homes_of
 
 #: Rows of servers that are drawn; tasks narrower than this share of the widest row are drawn together.
@@ -38,9 +38,7 @@ class Plan:
 
     @classmethod
     def of(cls, layout: Layout, tasks: Tasks, cost: CostModel, phase: Phase, window: int | None = None) -> Plan:
-        rows = tasks.rows
-        costs = cost.cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START], window, phase)
-        return cls(layout, tasks, costs / UNITS_PER_SECOND)
+        return cls(layout, tasks, task_costs(tasks.rows, cost, phase, window) / UNITS_PER_SECOND)
 
     def loads(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of each server before and after, float64 [num_ranks] each."""

@@ -13,6 +13,7 @@ from deepspeed_distca.report.figures import DOING, ROWS, Plan, batches, lines, l
 from deepspeed_distca.report.page import Page
 from deepspeed_distca.scheduler.cost_model import PHASES, Phase
 from deepspeed_distca.scheduler.routes import RouteCompiler
+from deepspeed_distca.scheduler.tasks import SERVER
 from deepspeed_distca.simulator.documents import in_words
 from deepspeed_distca.simulator.policies import IDEAL, OURS, PARTS, PLAIN
 from deepspeed_distca.simulator.step import Load, Loads, Training, plain, planner, plugin
@@ -51,7 +52,7 @@ def plan_page(plan: Plan, phase: str, table: Sequence[Sequence[str]], sent_mib: 
     page.figure("loads", "Loads", "Attention of every rank, by the cost model.", loads(before, after), BEFORE_AFTER)
     page.figure("map", "The plan", of_servers(len(after), MAP), plan_map(plan))
     home = np.zeros(len(after))
-    np.add.at(home, plan.tasks.rows[~plan.moved, 4], plan.seconds[~plan.moved])
+    np.add.at(home, plan.tasks.rows[~plan.moved, SERVER], plan.seconds[~plan.moved])
     doing = (("plain", "queries of its own"), ("plugin", "queries of other ranks"))
     panels = [("before", [(before, np.zeros_like(before))]), ("after", [(home, np.maximum(after - home, 0.0))])]
     words = of_servers(len(after), "What every server computes, first what is at home.")

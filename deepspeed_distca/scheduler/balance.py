@@ -27,16 +27,17 @@ import numpy as np
 
 from deepspeed_distca.defaults import GRANULARITY, TOLERANCE
 from deepspeed_distca.given import integer, number
-from deepspeed_distca.layout import MAX_TOKENS, PIECE_DOCUMENT, PIECE_END, PIECE_RANK, PIECE_START, Layout
-from deepspeed_distca.scheduler.cost_model import MAX_COST, UNITS_PER_SECOND, CostModel, Phase, key_start
-from deepspeed_distca.scheduler.cuts import Cuts, costliest_shard
+from deepspeed_distca.layout import MAX_TOKENS, PIECE_DOCUMENT, PIECE_RANK, PIECE_START, Layout
+from deepspeed_distca.scheduler.cost_model import MAX_COST, UNITS_PER_SECOND, CostModel, Phase
+from deepspeed_distca.scheduler.cuts import UnitCuts, costliest_shard
 from deepspeed_distca.scheduler.dealing import Dealing
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.holdings import number_documents
 from deepspeed_distca.scheduler.moves import Moves
 from deepspeed_distca.scheduler.shares import MAX_TOLERANCE, Shares
-from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks, task_rows
+from deepspeed_distca.scheduler.tasks import SERVER, Tasks, home_tasks, task_costs, task_rows
 from deepspeed_distca.scheduler.traffic import rows_between
+from deepspeed_distca.scheduler.units import Units
 
 __all__ = ["Tasks", "balance", "home_tasks"]
 
@@ -87,7 +88,7 @@ def balance(
         The tasks, with predicted loads.
 
     Raises:
-        LayoutError: a layout that no plan can be made for.
+        LayoutError: a layout that no plan can be made for; trees with a path longer than the window.
         ValueError: an option out of range.
         OverflowError: documents so long that costs would leave int64, or cuts that would make them.
     """
@@ -98,22 +99,23 @@ def balance(
     layout.validate()
     num_ranks = layout.num_ranks
     shares = Shares(server_weights, num_ranks, tolerance)
-    pieces = layout.pieces
-    start, end = pieces[:, PIECE_START], pieces[:, PIECE_END]
-    costs = cost.cost(start, end, key_start(start, window), window, phase)
+    units = Units(layout, window)
+    pieces = units.pieces
+    costs = units.costs(pieces, cost, phase)
     _check_total(costs)
     before = _sum_by(pieces[:, PIECE_RANK], costs, num_ranks)
     loads = before.tolist()
     if shares.are_kept(loads):
-        return Tasks(task_rows(pieces, window), before, before)
+        return Tasks(task_rows(pieces, units), before, before)
 
-    cuts, documents = Cuts(terms, window, granularity), number_documents(pieces)
+    documents = number_documents(pieces, units.full)
+    cuts = UnitCuts(terms, window, granularity, documents.full)
     prices = row_costs(heads or cost.heads, phase, cost.bytes_per_second)
-    received = _received_at_home(pieces, num_ranks, window) if max_received_rows else [0] * num_ranks
+    received = _received_at_home(layout, window) if max_received_rows else [0] * num_ranks
 
     def tasks_of(ranges: np.ndarray) -> Tasks:
-        rows = task_rows(ranges, window)
-        costs = cost.cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START], window, phase)
+        rows = task_rows(ranges, units)
+        costs = task_costs(rows, cost, phase, window)
         _check_total(costs)
         return Tasks(rows, _sum_by(rows[:, SERVER], costs, num_ranks), before)
 
@@ -140,11 +142,15 @@ def balance(
         return best
     # A total below which there is none: every document in one task.
     last = np.append(pieces[1:, PIECE_DOCUMENT] != pieces[:-1, PIECE_DOCUMENT], True)
-    least = int(cost.cost(0 * end[last], end[last], 0 * end[last], window, phase).sum())
+    whole = pieces[last]
+    whole[:, PIECE_START] = 0
+    least = int(units.costs(whole, cost, phase).sum())
     if terms.key_row or terms.task:
         best = _with_other_totals(best, attempt, shares, least)
         reached = best.loads.tolist()
-    most = shares.promised(sum(reached), costliest_shard(terms, pieces, window, granularity, shard))
+    most = shares.promised(
+        sum(reached), costliest_shard(pieces, lambda ends: units.costs(ends, cost, phase), granularity, shard)
+    )
     if all(load <= bound for load, bound in zip(reached, most, strict=True)):
         return best
     dealing = Dealing(pieces, costs, documents, num_ranks, cuts, shard)
@@ -210,9 +216,9 @@ def row_costs(heads: Heads, phase: Phase, bytes_per_second: int) -> tuple[int, i
     return query * UNITS_PER_SECOND // bytes_per_second, key_value * UNITS_PER_SECOND // bytes_per_second
 
 
-def _received_at_home(pieces: np.ndarray, num_ranks: int, window: int | None) -> list[int]:
+def _received_at_home(layout: Layout, window: int | None) -> list[int]:
     """Key/value rows that each rank must receive for its own queries."""
-    _, kv = rows_between(pieces, task_rows(pieces, window), num_ranks)
+    _, kv = rows_between(layout.pieces, home_tasks(layout, window), layout.num_ranks)
     np.fill_diagonal(kv, 0)
     return kv.sum(axis=0).tolist()
 

@@ -81,6 +81,10 @@ class PhaseCost:
             + self.task
         )
 
+    def full(self, queries: Any, keys: Any) -> Any:
+        """Cost of a full task: every query against every key."""
+        return self.pair * queries * keys + self.query_row * queries + self.key_row * keys + self.task
+
     def scaled(self, numerator: int, denominator: int) -> PhaseCost:
         """Every coefficient times numerator / denominator, rounded; pair stays at least 1.
 
@@ -216,6 +220,17 @@ class CostModel:
             if terms(0, longest, 0, window) > MAX_COST:
                 raise OverflowError(f"a document of {longest} tokens costs more than {MAX_COST} fs: it is too long")
         return terms(q_start, q_end, k_start, window)
+
+    def full(self, queries: np.ndarray, keys: np.ndarray, phase: Phase = "forward") -> np.ndarray:
+        """Femtoseconds of tasks in which every query attends to every key, int64 like the arguments [num_tasks].
+
+        Raises:
+            OverflowError: see :meth:`cost`.
+        """
+        terms = self.phase(phase)
+        if len(keys) and terms.full(int(queries.max()), int(keys.max())) > MAX_COST:
+            raise OverflowError(f"a tree's tasks cost more than {MAX_COST} fs: it is too long")
+        return terms.full(queries, keys)
 
     def seconds(self, loads: Any) -> Any:
         """Predicted seconds of servers with these loads (femtoseconds), not below the launch floor unless idle."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isqrt
 
 import numpy as np
@@ -87,15 +87,55 @@ class Cuts:
         return low * self._granularity
 
 
-def costliest_shard(cost: PhaseCost, pieces: np.ndarray, window: int | None, granularity: int, shard: int) -> int:
+class FullCuts(Cuts):
+    """The same for queries that each attend to the same number of keys."""
+
+    def __init__(self, cost: PhaseCost, keys: int, granularity: int) -> None:
+        super().__init__(cost, None, granularity)
+        self._keys, self._fixed = keys, cost.full(0, keys)
+        self._row = cost.full(1, keys) - self._fixed
+
+    def cost(self, start: int, end: int) -> int:
+        return self._row * (end - start) + self._fixed
+
+    def joined(self, border: int) -> int:
+        return self._fixed
+
+    def head_within(self, start: int, end: int, budget: int) -> int:
+        x = start + max(0, budget - self._fixed) // self._row
+        return x // self._granularity * self._granularity
+
+    def tail_within(self, start: int, end: int, budget: int) -> int:
+        x = end - max(0, budget - self._fixed) // self._row
+        return -(-x // self._granularity) * self._granularity
+
+
+class UnitCuts:
+    """The cuts of every document, or unit of one (see ``units``), by its number in Holdings."""
+
+    def __init__(self, cost: PhaseCost, window: int | None, granularity: int, full: Mapping[int, int]) -> None:
+        """Args:
+        full: how many keys each query attends to, of full units.
+        """
+        self._causal = Cuts(cost, window, granularity)
+        self._full = {unit: FullCuts(cost, keys, granularity) for unit, keys in full.items()}
+
+    def of(self, document: int) -> Cuts:
+        return self._full.get(document, self._causal) if self._full else self._causal
+
+
+def costliest_shard(
+    pieces: np.ndarray, costs: Callable[[np.ndarray], np.ndarray], granularity: int, shard: int
+) -> int:
     """Cost of the costliest query range that no cut divides: the last 2 * shard + granularity rows of some piece, of
     which two parts of at least `shard` rows, cut at a multiple of the granularity, cannot always be made.
 
     Args:
         pieces: see ``Layout.pieces``.
+        costs: of query ranges, with the same columns.
     """
     if not len(pieces):
         return 0
-    end = pieces[:, PIECE_END]
-    start = np.maximum(pieces[:, PIECE_START], end - (2 * shard + granularity))
-    return int(cost(start, end, key_start(start, window), window).max())
+    ends = pieces.copy()
+    ends[:, PIECE_START] = np.maximum(pieces[:, PIECE_START], pieces[:, PIECE_END] - (2 * shard + granularity))
+    return int(costs(ends).max())

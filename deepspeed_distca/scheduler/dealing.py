@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deepspeed_distca.scheduler.cuts import Cuts
+from deepspeed_distca.scheduler.cuts import UnitCuts
 from deepspeed_distca.scheduler.holdings import Documents
 from deepspeed_distca.scheduler.shares import Shares
 
@@ -30,7 +30,7 @@ class Dealing:
     """The pieces of a layout, to be dealt out under limits."""
 
     def __init__(
-        self, pieces: np.ndarray, costs: np.ndarray, documents: Documents, num_ranks: int, cuts: Cuts, shard: int
+        self, pieces: np.ndarray, costs: np.ndarray, documents: Documents, num_ranks: int, cuts: UnitCuts, shard: int
     ) -> None:
         """Args:
         pieces, costs: ``Layout.pieces`` and what each costs as one task.
@@ -94,12 +94,12 @@ class Dealing:
         """What a server keeps of its own goes to `placed`, what it does not to `rest`; returns its room."""
         for i, (cost, document, start, end) in enumerate(own):
             if cost > room:
-                x = self._cut(start, end, room)
+                x, cuts = self._cut(document, start, end, room), self._cuts.of(document)
                 if x > start:
                     placed.append((document, start, x, server))
-                    room -= self._cuts.cost(start, x)
+                    room -= cuts.cost(start, x)
                 if x < end:
-                    rest.append((self._cuts.cost(x, end), document, x, end))
+                    rest.append((cuts.cost(x, end), document, x, end))
                 rest += own[i + 1 :]
                 break
             placed.append((document, start, end, server))
@@ -111,20 +111,22 @@ class Dealing:
         before = None  # the document and position at which the server's last range ends
         while rest:
             cost, document, start, end = rest[-1]
-            saved = self._cuts.joined(start) if before == (document, start) else 0
+            cuts = self._cuts.of(document)
+            saved = cuts.joined(start) if before == (document, start) else 0
             if cost - saved > room:
-                x = self._cut(start, end, room + saved)
+                x = self._cut(document, start, end, room + saved)
                 if x > start:
                     placed.append((document, start, x, server))
-                    rest[-1] = (self._cuts.cost(x, end), document, x, end)
+                    rest[-1] = (cuts.cost(x, end), document, x, end)
                 return
             rest.pop()
             placed.append((document, start, end, server))
             room -= cost - saved
             before = document, end
 
-    def _cut(self, start: int, end: int, room: int) -> int:
+    def _cut(self, document: int, start: int, end: int, room: int) -> int:
         """Where to cut [start, end) so that its head fits the room; `start` where there is no such place."""
-        lowest, highest = self._cuts.limits(start, end, self._shard)
-        x = min(self._cuts.head_within(start, end, room), highest)
+        cuts = self._cuts.of(document)
+        lowest, highest = cuts.limits(start, end, self._shard)
+        x = min(cuts.head_within(start, end, room), highest)
         return x if lowest <= x else start

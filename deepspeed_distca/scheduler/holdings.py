@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ class Holdings:
 
     def missing(self, document: int, server: int, start: int, end: int) -> int:
         """Key/value rows that queries [start, end) need and the server neither stores nor receives so far."""
-        low = 0 if self._window is None else key_start(start, self._window)
+        low, end = self._keys_of(document, start, end)
         if document not in self._homes:
             if document not in self._documents.several and server != self._home(document):
                 return end - low
@@ -84,7 +85,7 @@ class Holdings:
     def _compute(self, document: int, server: int, start: int, end: int) -> None:
         self._begins[document, start] = server
         self._ends[document, end] = server
-        pair, low = (document, server), key_start(start, self._window)
+        pair, (low, end) = (document, server), self._keys_of(document, start, end)
         held = self._keys.get(pair)
         if held is None:
             self._keys[pair] = [(low, end)]
@@ -93,6 +94,12 @@ class Holdings:
             held[0] = (0, max(end, held[0][1]))
         else:
             held.append((low, end))
+
+    def _keys_of(self, document: int, start: int, end: int) -> tuple[int, int]:
+        """The keys that queries [start, end) need."""
+        if document in self._documents.full:
+            return 0, self._documents.full[document]
+        return 0 if self._window is None else key_start(start, self._window), end
 
     def _home(self, document: int) -> int:
         """The rank of a document's first piece."""
@@ -116,19 +123,22 @@ class Documents(NamedTuple):
         of_piece: int64 [num_pieces], the number of each piece's document.
         ids, first: int64 [num_documents], its id and the index of its first piece.
         several: how many pieces those have that have more than one.
+        full: how many keys each query attends to, of full units (see ``units``); all others are causal.
     """
 
     of_piece: np.ndarray
     ids: np.ndarray
     first: np.ndarray
     several: dict[int, int]
+    full: dict[int, int]
 
 
-def number_documents(pieces: np.ndarray) -> Documents:
+def number_documents(pieces: np.ndarray, full: Mapping[int, int] | None = None) -> Documents:
     """Numbers documents by where they lie: by the rank of their first piece, length, and all pieces.
 
     Args:
-        pieces: see ``Layout.pieces``.
+        pieces: see ``Layout.pieces``, or ``Units.pieces``: a unit counts as a document.
+        full: see ``Units.full``.
     """
     document = pieces[:, PIECE_DOCUMENT]
     first = np.flatnonzero(np.append(True, document[1:] != document[:-1]))
@@ -143,7 +153,9 @@ def number_documents(pieces: np.ndarray) -> Documents:
     number = np.empty(len(first), dtype=np.int64)
     number[order] = np.arange(len(first))
     counts = dict(zip(number[several].tolist(), count[several].tolist(), strict=True))
-    return Documents(np.repeat(number, count), document[first[order]], first[order], counts)
+    ids = document[first[order]]
+    keys = {i: full[unit] for i, unit in enumerate(ids.tolist()) if unit in full} if full else {}
+    return Documents(np.repeat(number, count), ids, first[order], counts, keys)
 
 
 def documents_in_order(pieces: np.ndarray) -> Documents:
@@ -158,7 +170,7 @@ def documents_in_order(pieces: np.ndarray) -> Documents:
     count = np.diff(np.append(first, len(document)))
     several = np.flatnonzero(count > 1)
     counts = dict(zip(several.tolist(), count[several].tolist(), strict=True))
-    return Documents(np.cumsum(new) - 1, document[first], first, counts)
+    return Documents(np.cumsum(new) - 1, document[first], first, counts, {})
 
 
 def _uncovered(low: int, high: int, ranges: list[tuple[int, int]]) -> int:

@@ -21,13 +21,14 @@ import numpy as np
 from deepspeed_distca.layout import DOCUMENT, PIECE_END, PIECE_RANK, PIECE_START, RANK, Layout, join_ranges
 from deepspeed_distca.scheduler.balance import balance, row_costs
 from deepspeed_distca.scheduler.cost_model import CostModel, Phase, key_start
-from deepspeed_distca.scheduler.cuts import Cuts
+from deepspeed_distca.scheduler.cuts import UnitCuts
 from deepspeed_distca.scheduler.holdings import documents_in_order, number_documents
 from deepspeed_distca.scheduler.moves import Moves
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT, Shares
 from deepspeed_distca.scheduler.tasks import Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks, task_rows
 from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.traffic import overlaps
+from deepspeed_distca.scheduler.units import Units
 
 #: The nodes' part of the tolerance is one in so many: cuts within a node add to its work.
 _NODES_PART = 2
@@ -116,7 +117,7 @@ class _Levels:
         found = np.concatenate(ranges)
         found[:, 0] = self._ids[found[:, 0]]
         found[:, PIECE_RANK] = servers[found[:, PIECE_RANK] + _firsts(nodes, ranges)]
-        rows = task_rows(found, self._window)
+        rows = task_rows(found, Units(self._layout, self._window))
         ranks = self._layout.num_ranks
         computed, before = (self._by_server(pieces, ranks) for pieces in (_ranges_of(rows), self._layout.pieces))
         kept = Shares(self._weights, ranks, self._tolerance).are_kept(computed.tolist())
@@ -179,7 +180,7 @@ class _Levels:
             documents=documents_in_order(pieces),  # numbered already
             loads=self._by_server(pieces, len(node.shares.weights)).tolist(),
             shares=node.shares,
-            cuts=Cuts(terms, self._window, self._granularity),
+            cuts=UnitCuts(terms, self._window, self._granularity, {}),
             window=self._window,
             shard=self._granularity,
             row_costs=row_costs(self._cost.heads, self._phase, self._cost.bytes_per_second),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepspeed_distca.layout import PIECE_RANK
-from deepspeed_distca.scheduler.cuts import Cuts
+from deepspeed_distca.scheduler.cuts import UnitCuts
 from deepspeed_distca.scheduler.holdings import Documents, Holdings
 from deepspeed_distca.scheduler.shares import Shares
 
@@ -81,7 +81,7 @@ class Moves:
         documents: Documents,
         loads: list[int],
         shares: Shares,
-        cuts: Cuts,
+        cuts: UnitCuts,
         window: int | None,
         shard: int,
         row_costs: tuple[int, int],
@@ -234,11 +234,12 @@ class Moves:
                 self._take(giver, move)
                 continue
             # A document that nobody has seen any part of needs no book-keeping.
-            if not self._may_receive(server, 2 * end):
+            rows = end + self._documents.full.get(document, end)
+            if not self._may_receive(server, rows):
                 break
             own.pop()
             self._moved.append((document, start, end, server))
-            self._received[server] += 2 * end
+            self._received[server] += rows
             self._loads[giver] -= cost
             self._loads[server] += cost
             self._room[server] -= cost
@@ -257,7 +258,7 @@ class Moves:
         largest = own[-1]
         room, server = rooms[-1][0], -rooms[-1][1]
         # The smallest room that holds what this document's homes have to give, rounded up to a granule.
-        enough = max(wanted, self._surplus_around(largest[1])) + self._cuts.last_granule(*largest[2:])
+        enough = max(wanted, self._surplus_around(largest[1])) + self._cuts.of(largest[1]).last_granule(*largest[2:])
         if room > enough:
             room, server = rooms[bisect_left(rooms, (enough,))]
             server = -server
@@ -286,8 +287,8 @@ class Moves:
 
     def _least_fitting(self, piece: Piece) -> int:
         """A room below which no part of the piece fits, whatever it extends."""
-        cost, _, start, end = piece
-        cuts = self._cuts
+        cost, document, start, end = piece
+        cuts = self._cuts.of(document)
         below, above = cuts.joined(start), cuts.joined(end)
         lowest, highest = cuts.limits(start, end, self._shard)
         least = cost - below - above
@@ -312,8 +313,8 @@ class Moves:
     def _better(self, best: Move | None, server: int, piece: Piece, wanted: int) -> Move | None:
         """The better of `best` and the moves of a part of `piece` to `server` that take `wanted` off the giver, or as
         much of it as there is room for: its head, its tail, or all of it."""
-        whole, _, start, end = piece
-        room, cuts = self._room[server], self._cuts
+        whole, document, start, end = piece
+        room, cuts = self._room[server], self._cuts.of(document)
         below, above = self._savings(server, piece)
         joined = whole - below - above
         if joined > min(room, wanted):
@@ -359,8 +360,9 @@ class Moves:
         if a == start and b == end:
             relief, cost = whole, whole - saved
         else:
-            relief = whole - (self._cuts.cost(b, end) if a == start else self._cuts.cost(start, a))
-            cost = self._cuts.cost(a, b) - saved
+            cuts = self._cuts.of(document)
+            relief = whole - (cuts.cost(b, end) if a == start else cuts.cost(start, a))
+            cost = cuts.cost(a, b) - saved
         if relief <= 0:
             return None
         rows = b - a + self._holdings.missing(document, server, a, b)
@@ -373,13 +375,14 @@ class Moves:
         """What the piece's head, and its tail, cost less at a server whose tasks they extend."""
         _, document, start, end = piece
         below, above = self._holdings.touches(document, server, start, end)
-        return self._cuts.joined(start) if below else 0, self._cuts.joined(end) if above else 0
+        cuts = self._cuts.of(document)
+        return cuts.joined(start) if below else 0, cuts.joined(end) if above else 0
 
     def _take(self, giver: int, move: Move) -> None:
         """Carries out a move. The server leaves the list of rooms."""
         server, piece, a, b = move.server, move.piece, move.start, move.end
         cost, document, start, end = piece
-        cuts, own = self._cuts, self._own[giver]
+        cuts, own = self._cuts.of(document), self._own[giver]
         del own[bisect_left(own, piece)]
         for x, y in ((start, a), (b, end)):
             if x < y:
@@ -482,13 +485,14 @@ class Moves:
         everyone, best = takers, None
         for piece in self._own[giver][-_LOOK_AT:]:
             _, document, start, end = piece
-            lowest, highest = self._cuts.limits(start, end, self._shard)
+            cuts = self._cuts.of(document)
+            lowest, highest = cuts.limits(start, end, self._shard)
             holders = [s for s in self._holdings.servers(document) if s != giver and weights[s]]
             holders = nsmallest(_HOLDERS, holders, key=lambda s: relative(s, loads[s]))
             if self._cap is None and not self._shares.are_equal:
                 # A fast server may end up less loaded than an emptier slow one: the load with the shard counts.
                 shards = [(start, lowest), (highest, end)] if lowest <= highest else [(start, end)]
-                sizes = [self._cuts.cost(a, b) for a, b in shards]
+                sizes = [cuts.cost(a, b) for a, b in shards]
                 takers = [min(everyone, key=partial(self._relative_with, size)) for size in sizes if everyone]
             for server in dict.fromkeys([*takers, *holders]):
                 below, above = self._savings(server, piece)

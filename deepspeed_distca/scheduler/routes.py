@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout, sort_rows
+from deepspeed_distca.layout import BRANCH_DOCUMENT, DOCUMENT, LENGTH, RANK, START, Layout, sort_rows
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.relays import DEFAULT_RULE, RelayRule, relays
-from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT
+from deepspeed_distca.scheduler.tasks import K_END, K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT, is_full
 from deepspeed_distca.scheduler.topology import Topology
 
 #: Columns of a run: the other rank, first row at home, first row in the server's workspace, number of rows. A relayed
@@ -39,7 +39,8 @@ FEWEST_MESSAGES = {phase: sum(counts) for phase, counts in _MESSAGES.items()}
 _MAX_BYTES = 2**61
 _NONE = np.zeros(0, dtype=np.int64)
 
-TaskCost = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+#: Of ``Tasks.rows``.
+TaskCost = Callable[[np.ndarray], np.ndarray]
 
 
 class Flow(NamedTuple):
@@ -60,19 +61,32 @@ NOTHING = Flow(_NONE, _NONE, _NONE)
 
 @dataclass(frozen=True)
 class TaskRanges:
-    """Row ranges of tasks over a query and a key/value buffer, int64 [num_tasks] each; 1 <= q_len <= k_len."""
+    """Row ranges of tasks over a query and a key/value buffer, int64 [num_tasks] each.
+
+    Attributes:
+        q_start, q_len, k_start, k_len: 1 <= q_len <= k_len in causal tasks.
+        level: 0 of causal tasks, from 1 on of full ones. Tasks of one level have no query in common.
+    """
 
     q_start: np.ndarray
     q_len: np.ndarray
     k_start: np.ndarray
     k_len: np.ndarray
+    level: np.ndarray
+
+    @classmethod
+    def of(cls, tasks: np.ndarray, q_start: np.ndarray, k_start: np.ndarray, level: np.ndarray) -> TaskRanges:
+        """Of rows of ``Tasks.rows``, whose queries and keys begin at these rows of the buffers."""
+        q_len, k_len = tasks[:, Q_END] - tasks[:, Q_START], tasks[:, K_END] - tasks[:, K_START]
+        return cls(q_start, q_len, k_start, k_len, level)
 
     def __len__(self) -> int:
         return len(self.q_start)
 
     def take(self, index: np.ndarray | slice) -> TaskRanges:
         """The tasks at an index or under a mask."""
-        return TaskRanges(self.q_start[index], self.q_len[index], self.k_start[index], self.k_len[index])
+        columns = self.q_start, self.q_len, self.k_start, self.k_len, self.level
+        return TaskRanges(*(column[index] for column in columns))
 
 
 @dataclass(frozen=True)
@@ -82,10 +96,12 @@ class Routes:
     Attributes:
         rank: whose part this is.
         home_rows: rows of its q, k and v.
-        local: tasks that run in place on the home buffers; their key ranges are disjoint.
+        local: tasks that run in place on the home buffers; the key ranges of one level are disjoint.
         remote: tasks that run in the workspace, in the order of their query rows there.
-        waves: indices into ``remote``, one array for each backward call: within a wave key ranges are disjoint,
-            since kernels overwrite dK/dV.
+        waves: indices into ``remote``, one array for each backward call: tasks of one level, whose key ranges are
+            disjoint, since kernels overwrite dK/dV.
+        tasks_per_row: how many tasks a query row may have, here and at other servers together, whose results are
+            merged. More than one in trees only.
         work_q_rows, work_kv_rows: rows of the workspace.
         q_in, kv_in: int64 [num_runs, 4], runs this rank receives as a server (peer: the home). peer == rank is a copy.
         q_out, kv_out: int64 [num_runs, 4], runs this rank sends as a home (peer: the server), without peer == rank.
@@ -112,6 +128,7 @@ class Routes:
     relay_out: np.ndarray
     kv_in_relayed: np.ndarray
     kv_out_relayed: np.ndarray
+    tasks_per_row: int = 1
 
     @property
     def is_local(self) -> bool:
@@ -133,7 +150,7 @@ class RouteCompiler:
     ) -> None:
         """Args:
         layout: where the tokens live.
-        tasks: int64 [num_tasks, 5], columns (document, q_start, q_end, k_start, server).
+        tasks: ``Tasks.rows`` of it.
         nodes: of the servers; None is one node.
         rule: when key/value rows are relayed within one node.
         """
@@ -144,6 +161,8 @@ class RouteCompiler:
         tasks = np.array(tasks, dtype=np.int64)
         tasks[:, TASK_DOCUMENT] = index.number(tasks[:, TASK_DOCUMENT])
         tasks = tasks[sort_rows(tasks[:, SERVER], tasks[:, TASK_DOCUMENT], tasks[:, Q_START])]
+        self._tasks_per_row = _most_tasks(layout.branches)
+        self._shared = self._tasks_per_row > 1
         self._split(index, tasks)
         self._place(index)
         self._kv_source = _NONE
@@ -151,20 +170,28 @@ class RouteCompiler:
             self._kv_source = relays(self._kv_runs, layout.num_ranks, rule, nodes)
 
     def _split(self, index: _SegmentIndex, tasks: np.ndarray) -> None:
-        """Which tasks run in place: keys and queries in one segment of the server's own, the first of its document."""
+        """Which tasks run in place: keys and queries in one segment of the server's own, the first of its unit."""
         document, k_start, q_end = tasks[:, TASK_DOCUMENT], tasks[:, K_START], tasks[:, Q_END]
         segment = index.find(document, k_start)
         in_place = (index.rank[segment] == tasks[:, SERVER]) & (q_end <= index.end[segment])
-        # A second task over the same document would overlap its keys in backward: it takes the workspace.
+        # A second task over the same unit would overlap its keys in backward: it takes the workspace. A document that
+        # is no tree is one unit; in a tree each has its own first key for each of the two kinds.
         repeated = np.zeros(len(tasks), dtype=bool)
         if len(tasks):
-            key = tasks[:, SERVER] * (int(document.max()) + 1) + document
             place = np.flatnonzero(in_place)
-            repeated[place[1:]] = key[place[1:]] == key[place[:-1]]
+            key = (tasks[:, SERVER] * (int(document.max()) + 1) + document)[place]
+            if self._shared:
+                unit = np.where(index.is_tree[document[place]], 2 * k_start[place] + is_full(tasks[place]), -1)
+                order = sort_rows(key, unit)
+                place, key, unit = place[order], key[order], unit[order]
+                repeated[place[1:]] = (key[1:] == key[:-1]) & (unit[1:] == unit[:-1])
+            else:
+                repeated[place[1:]] = key[1:] == key[:-1]
         in_place &= ~repeated
         self._local, self._local_segment = tasks[in_place], segment[in_place]
         self._local_shift = index.row[self._local_segment] - index.start[self._local_segment]
         self._remote = tasks[~in_place]
+        self._local_level, self._remote_level = _levels(self._local), _levels(self._remote)
 
     def _place(self, index: _SegmentIndex) -> None:
         """Gives every workspace task its rows and lists the runs that fill the workspaces."""
@@ -174,32 +201,30 @@ class RouteCompiler:
             self._q_work = self._k_work = self._wave = _NONE
             return
         server, document = t[:, SERVER], t[:, TASK_DOCUMENT]
-        self._q_work = _rows_within(server, t[:, Q_END] - t[:, Q_START])
-        which, home, home_row, offset, rows = index.pieces(document, t[:, Q_START], t[:, Q_END])
-        self._q_runs = np.stack([server[which], home, home_row, self._q_work[which] + offset, rows], axis=1)
+        q_server, q_document, q_lo, q_hi, of_task = server, document, t[:, Q_START], t[:, Q_END], np.arange(len(t))
+        if self._shared:  # the union of the tasks' queries, as of keys below
+            q_server, q_document, q_lo, q_hi, of_task = _unions(server, document, q_lo, q_hi, joined=False)
+        q_row = _rows_within(q_server, q_hi - q_lo)
+        self._q_work = q_row[of_task] + t[:, Q_START] - q_lo[of_task]
+        which, home, home_row, offset, rows = index.pieces(q_document, q_lo, q_hi)
+        self._q_runs = np.stack([q_server[which], home, home_row, q_row[which] + offset, rows], axis=1)
 
         # Key/value intervals: the union of the tasks' key ranges for each (server, document). Of ranges that begin
         # together the longest is first, so that without a window the first wave covers all keys.
-        order = np.lexsort((-t[:, Q_END], t[:, K_START], document, server))
-        s, d, lo, hi = server[order], document[order], t[order, K_START], t[order, Q_END]
-        new_group = np.ones(len(t), dtype=bool)
-        new_group[1:] = (s[1:] != s[:-1]) | (d[1:] != d[:-1])
-        lift = np.cumsum(new_group) * (int(hi.max()) + 1)
-        reach = np.maximum.accumulate(hi + lift) - lift  # the furthest end so far within the group
-        new = new_group.copy()
-        new[1:] |= lo[1:] > reach[:-1]
-        interval = np.cumsum(new) - 1
-        first = np.flatnonzero(new)
-        last = np.append(first[1:], len(t)) - 1
-        i_server, i_document, i_lo, i_hi = s[first], d[first], lo[first], reach[last]
+        order = np.lexsort((-t[:, K_END], t[:, K_START], document, server))
+        ranges = server[order], document[order], t[order, K_START], t[order, K_END]
+        i_server, i_document, i_lo, i_hi, interval = _unions(*ranges, joined=True)
+        first = np.flatnonzero(np.append(1, np.diff(interval)))
         i_row = _rows_within(i_server, i_hi - i_lo)
         which, home, home_row, offset, rows = index.pieces(i_document, i_lo, i_hi)
         self._kv_runs = np.stack([i_server[which], home, home_row, i_row[which] + offset, rows], axis=1)
 
         self._k_work = np.empty(len(t), dtype=np.int64)
-        self._k_work[order] = i_row[interval] + lo - i_lo[interval]
+        self._k_work[order] = i_row[interval] + t[order, K_START] - i_lo[interval]
         self._wave = np.empty(len(t), dtype=np.int64)
         self._wave[order] = np.arange(len(t)) - first[interval]
+        if self._shared:  # tasks of one wave are of one level
+            _, self._wave = np.unique(self._wave + len(t) * self._remote_level, return_inverse=True)
 
     def relayed(self) -> np.ndarray:
         """Relayed runs, int64 [num_runs, 6]: (server, relay, home, row in the relay's workspace, row in the server's,
@@ -266,12 +291,12 @@ class RouteCompiler:
         """Cost of each server's tasks in place and in its workspace, int64 [num_ranks] each.
 
         Args:
-            cost: of tasks, from their q_start, q_end and k_start.
+            cost: of tasks.
         """
         found = []
         for tasks in (self._local, self._remote):
             load = np.zeros(self._layout.num_ranks, dtype=np.int64)
-            np.add.at(load, tasks[:, SERVER], cost(tasks[:, Q_START], tasks[:, Q_END], tasks[:, K_START]))
+            np.add.at(load, tasks[:, SERVER], cost(tasks))
             found.append(load)
         return found[0], found[1]
 
@@ -279,27 +304,16 @@ class RouteCompiler:
         """The part of one rank."""
         mine = self._local[:, SERVER] == rank
         t, shift = self._local[mine], self._local_shift[mine]
-        local = TaskRanges(
-            t[:, Q_START] + shift,
-            t[:, Q_END] - t[:, Q_START],
-            t[:, K_START] + shift,
-            t[:, Q_END] - t[:, K_START],
-        )
+        local = TaskRanges.of(t, t[:, Q_START] + shift, t[:, K_START] + shift, self._local_level[mine])
         local = local.take(np.argsort(local.q_start, kind="stable"))
         home_rows = int(self._home_rows[rank])
         if not len(self._remote):
-            return _at_home(rank, home_rows, local)
+            return _at_home(rank, home_rows, local, self._tasks_per_row)
 
         mine = self._remote[:, SERVER] == rank
-        t = self._remote[mine]
-        remote = TaskRanges(
-            self._q_work[mine],
-            t[:, Q_END] - t[:, Q_START],
-            self._k_work[mine],
-            t[:, Q_END] - t[:, K_START],
-        )
+        remote = TaskRanges.of(self._remote[mine], self._q_work[mine], self._k_work[mine], self._remote_level[mine])
         wave = self._wave[mine]
-        waves = tuple(np.flatnonzero(wave == w) for w in range(int(wave.max(initial=-1)) + 1))
+        waves = tuple(found for w in range(int(wave.max(initial=-1)) + 1) if len(found := np.flatnonzero(wave == w)))
         q_arrives, kv_arrives = (runs[:, 0] == rank for runs in (self._q_runs, self._kv_runs))
         q_leaves, kv_leaves = ((runs[:, 1] == rank) & (runs[:, 0] != rank) for runs in (self._q_runs, self._kv_runs))
         q_in, kv_in = self._q_runs[q_arrives][:, 1:], self._kv_runs[kv_arrives][:, 1:]
@@ -324,21 +338,23 @@ class RouteCompiler:
             relay_out=relayed[relayed[:, 1] == rank][:, [0, 3, 4, 5]],
             kv_in_relayed=sent_on[kv_arrives],
             kv_out_relayed=sent_on[kv_leaves],
+            tasks_per_row=self._tasks_per_row,
         )
 
 
 def home_routes(layout: Layout, rank: int) -> Routes:
-    """A rank's part of the plan that computes everything at home, of a layout of whole documents: the same as
-    :class:`RouteCompiler` gives for ``home_tasks``."""
+    """A rank's part of the plan that computes everything at home, of a layout of whole documents, none a tree: the
+    same as :class:`RouteCompiler` gives for ``home_tasks``."""
     mine = layout.segments[layout.segments[:, RANK] == rank, LENGTH]
     start = np.cumsum(mine) - mine
-    return _at_home(rank, int(mine.sum()), TaskRanges(start, mine, start, mine))
+    return _at_home(rank, int(mine.sum()), TaskRanges(start, mine, start, mine, 0 * mine))
 
 
-def _at_home(rank: int, rows: int, local: TaskRanges) -> Routes:
+def _at_home(rank: int, rows: int, local: TaskRanges, tasks_per_row: int = 1) -> Routes:
     none, nobody = np.zeros((0, 4), dtype=np.int64), np.zeros(0, dtype=bool)
-    tasks = TaskRanges(_NONE, _NONE, _NONE, _NONE)
-    return Routes(rank, rows, local, tasks, (), 0, 0, none, none, none, none, nobody, none, none, nobody, nobody)
+    tasks = TaskRanges(*(_NONE,) * 5)
+    runs = none, none, none, none, nobody, none, none, nobody, nobody
+    return Routes(rank, rows, local, tasks, (), 0, 0, *runs, tasks_per_row)
 
 
 class _SegmentIndex:
@@ -355,6 +371,7 @@ class _SegmentIndex:
         self._ids = document[new]
         self._span = int(self.end.max(initial=0)) + 1
         self._key = (np.cumsum(new) - 1) * self._span + self.start
+        self.is_tree = np.isin(self._ids, layout.branches[:, BRANCH_DOCUMENT])  # by number
 
     def number(self, ids: np.ndarray) -> np.ndarray:
         """The numbers of documents."""
@@ -376,6 +393,45 @@ class _SegmentIndex:
         rows = np.minimum(self.end[segment], hi[which]) - start
         row = self.row[segment] + start - self.start[segment]
         return which, self.rank[segment], row, start - lo[which], rows
+
+
+def _most_tasks(branches: np.ndarray) -> int:
+    """Of any query row, by ``Layout.branches``: one for its own branch and one for each above it."""
+    above: dict[tuple[int, int], int] = {}
+    for document, start, _, parent in branches.tolist():
+        above[document, start] = above.get((document, parent), 0) + 1
+    return max(above.values(), default=1)
+
+
+def _levels(tasks: np.ndarray) -> np.ndarray:
+    """``TaskRanges.level`` of ``Tasks.rows``, which are sorted by server, document and first query."""
+    found = np.zeros(len(tasks), dtype=np.int64)
+    ends: list[int] = []  # of the last task of each level
+    group = None
+    for i in np.flatnonzero(is_full(tasks)).tolist():
+        document, start, end, _, _, server = tasks[i].tolist()
+        if group != (server, document):
+            group, ends = (server, document), []
+        level = next((n for n, reach in enumerate(ends) if reach <= start), len(ends))
+        ends[level : level + 1] = [end]
+        found[i] = 1 + level
+    return found
+
+
+def _unions(
+    server: np.ndarray, document: np.ndarray, low: np.ndarray, high: np.ndarray, *, joined: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The unions of ranges [low, high) of one document at one server that overlap, or, `joined`, touch each other:
+    their server, document, low and high, and which of them each range is part of. Ranges are sorted by server,
+    document and low."""
+    new_group = np.append(True, (server[1:] != server[:-1]) | (document[1:] != document[:-1]))
+    lift = np.cumsum(new_group) * (int(high.max()) + 1)
+    reach = np.maximum.accumulate(high + lift) - lift  # the furthest end so far within the group
+    new = new_group.copy()
+    new[1:] |= (low[1:] > reach[:-1]) if joined else (low[1:] >= reach[:-1])
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], len(low)) - 1
+    return server[first], document[first], low[first], reach[last], np.cumsum(new) - 1
 
 
 def bytes_of(rows: np.ndarray, size: int) -> np.ndarray:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_distca.layout import PIECE_DOCUMENT, PIECE_RANK, PIECE_START, Layout, join_ranges, sort_rows
-from deepspeed_distca.scheduler.cost_model import key_start
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.cost_model import CostModel, Phase
+from deepspeed_distca.scheduler.units import Units, sorted_ranges
 
 #: Columns of ``Tasks.rows``.
-TASK_DOCUMENT, Q_START, Q_END, K_START, SERVER = range(5)
+TASK_DOCUMENT, Q_START, Q_END, K_START, K_END, SERVER = range(6)
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,10 @@ class Tasks:
     """All CA-tasks of one layout in one phase.
 
     Attributes:
-        rows: int64 [num_tasks, 5], columns (document, q_start, q_end, k_start, server), sorted by (server, document,
-            q_start). Queries [q_start, q_end) against keys [k_start, q_end).
+        rows: int64 [num_tasks, 6], columns (document, q_start, q_end, k_start, k_end, server), sorted by (server,
+            document, q_start). Queries [q_start, q_end) against keys [k_start, k_end): causal, the last query with the
+            last key, where both end together, or every query with every key (a *full* task) where keys end before the
+            queries begin. Several tasks have the same queries only in trees.
         loads: int64 [num_ranks], predicted cost of each server in the cost model's unit.
         loads_before: the same, had every query row been computed at its home.
     """
@@ -50,12 +53,32 @@ def _balance(loads: np.ndarray) -> float:
 
 def home_tasks(layout: Layout, window: int | None = None) -> np.ndarray:
     """``Tasks.rows`` with every query row computed at its home."""
-    return task_rows(layout.pieces, window)
+    units = Units(layout, window)
+    return task_rows(units.pieces, units)
 
 
-def task_rows(pieces: np.ndarray, window: int | None = None) -> np.ndarray:
-    """``Tasks.rows`` from query ranges [n, 4] (document, start, end, server); ranges of one document that follow on
-    each other at one server become one task."""
-    pieces = pieces[sort_rows(pieces[:, PIECE_RANK], pieces[:, PIECE_DOCUMENT], pieces[:, PIECE_START])]
-    document, start, end, server = join_ranges(pieces).T
-    return np.stack([document, start, end, key_start(start, window), server], axis=1)
+def task_rows(ranges: np.ndarray, units: Units) -> np.ndarray:
+    """``Tasks.rows`` from query ranges [n, 4] (unit, start, end, server) of a layout's units; ranges of one unit that
+    follow on each other at one server become one task."""
+    unit, start, end, server = sorted_ranges(ranges).T
+    return np.stack([*units.places(unit, start, end), server], axis=1)
+
+
+def is_full(rows: np.ndarray) -> np.ndarray:
+    """Which tasks are full, bool [num_tasks]; see ``Tasks.rows``."""
+    return rows[:, K_END] < rows[:, Q_END]
+
+
+def task_costs(rows: np.ndarray, cost: CostModel, phase: Phase, window: int | None = None) -> np.ndarray:
+    """What the tasks of ``Tasks.rows`` cost, int64 [num_tasks].
+
+    Raises:
+        OverflowError: see :meth:`CostModel.cost`.
+    """
+    _, q_start, q_end, k_start, k_end, _ = rows.T
+    # A causal task costs what its queries would at the same distance from a first key at 0.
+    causal = cost.cost(q_start - k_start, q_end - k_start, 0 * k_start, window, phase)
+    full = is_full(rows)
+    if not full.any():
+        return causal
+    return np.where(full, cost.full(q_end - q_start, k_end - k_start, phase), causal)

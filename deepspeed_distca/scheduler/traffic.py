@@ -11,7 +11,7 @@ from deepspeed_distca.layout import PIECE_DOCUMENT, PIECE_END, PIECE_RANK, PIECE
 from deepspeed_distca.scheduler.cost_model import Phase
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.routes import RouteCompiler, bytes_of
-from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks
+from deepspeed_distca.scheduler.tasks import K_END, K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks
 from deepspeed_distca.scheduler.topology import Topology
 
 
@@ -70,7 +70,7 @@ def rows_between(pieces: np.ndarray, rows: np.ndarray, num_ranks: int) -> tuple[
     q = _by_home(pieces, document, rows[:, Q_START], rows[:, Q_END], server, num_ranks)
     # The union of key ranges of each (server, document).
     order = np.lexsort((rows[:, K_START], document, server))
-    d, s, low, high = document[order], server[order], rows[order, K_START], rows[order, Q_END]
+    d, s, low, high = document[order], server[order], rows[order, K_START], rows[order, K_END]
     if len(rows):
         same = np.append(False, (d[1:] == d[:-1]) & (s[1:] == s[:-1]))
         lift = np.cumsum(~same) * (int(high.max()) + 1)

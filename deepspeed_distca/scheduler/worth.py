@@ -19,7 +19,7 @@ from deepspeed_distca.scheduler.cost_model import UNITS_PER_SECOND, CostModel, P
 from deepspeed_distca.scheduler.levels import by_levels
 from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, NOTHING, Flow, RouteCompiler
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT, Shares
-from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, Tasks, home_tasks
+from deepspeed_distca.scheduler.tasks import K_END, K_START, Q_END, SERVER, Tasks, home_tasks, task_costs
 from deepspeed_distca.scheduler.topology import Topology
 
 #: A layer's linear work in a phase, in forwards of it: backward has gradients of inputs and of weights.
@@ -117,7 +117,7 @@ class Worth:
         self._search = (SEARCH + SEARCH_SEGMENT * len(layout.segments)) / layers if layers else 0.0
         rows = home_tasks(layout, window) if rows is None else rows
         loads = np.zeros(layout.num_ranks, dtype=np.int64)
-        np.add.at(loads, rows[:, SERVER], self._task_cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START]))
+        np.add.at(loads, rows[:, SERVER], self._task_cost(rows))
         self.home = Tasks(rows, loads, loads)
         speeds, passes = options.server_weights, layout.tokens * LINEAR_WORK[phase]
         flops = [options.linear_flops * tokens for tokens in passes.tolist()]
@@ -189,7 +189,7 @@ class Worth:
         return tasks, compiler
 
     def _by_levels(self, tolerance: float, nodes: Topology) -> Tasks | None:
-        if self._options.max_received_rows is not None:
+        if self._options.max_received_rows is not None or self._layout.has_trees:
             return None
         return by_levels(
             self._layout,
@@ -228,7 +228,9 @@ class Worth:
         than twice as much, in small micro-batches. There one cut comes as near as any, and further ranges that make up
         for what is left cost more, in messages and calls of the kernel, than they save. A tolerance of 0 is kept.
         """
-        last = int(self.home.rows[:, Q_END].max(initial=0))
+        rows = self.home.rows
+        ends = rows[:, K_END] - rows[:, K_START] if self._layout.has_trees else rows[:, Q_END]
+        last = int(ends.max(initial=0))
         terms, granule = self._cost.phase(self._phase), min(last, self._options.granularity)
         cost = terms.pair * pairs(last - granule, last, self._window) + terms.query_row * granule
         total = int(self.home.loads.sum())
@@ -291,8 +293,8 @@ class Worth:
         saved = self.whole - max(self.moved(seconds, messages)) - self._search
         return saved >= self._options.min_gain * self.whole
 
-    def _task_cost(self, q_start: np.ndarray, q_end: np.ndarray, k_start: np.ndarray) -> np.ndarray:
-        return self._cost.cost(q_start, q_end, k_start, self._window, self._phase)
+    def _task_cost(self, rows: np.ndarray) -> np.ndarray:
+        return task_costs(rows, self._cost, self._phase, self._window)
 
 
 def phase_seconds(

@@ -17,7 +17,7 @@ import numpy as np
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel, Phase
 from deepspeed_distca.scheduler.routes import RouteCompiler
-from deepspeed_distca.scheduler.tasks import K_START, Q_END, Q_START, SERVER, home_tasks
+from deepspeed_distca.scheduler.tasks import SERVER, home_tasks, task_costs
 from deepspeed_distca.scheduler.worth import (
     IN_TWO,
     LINEAR_WORK,
@@ -185,8 +185,7 @@ Loads = dict[tuple[int | None, Phase], Load]
 def at_home(training: Training, layout: Layout, phase: Phase, window: int | None) -> np.ndarray:
     """Seconds of each rank's attention where nothing moves, in forward or backward alone, float64 [num_ranks]."""
     rows, loads = home_tasks(layout, window), np.zeros(layout.num_ranks)
-    cost = training.cost.cost(rows[:, Q_START], rows[:, Q_END], rows[:, K_START], window, phase)
-    np.add.at(loads, rows[:, SERVER], cost / UNITS_PER_SECOND)
+    np.add.at(loads, rows[:, SERVER], task_costs(rows, training.cost, phase, window) / UNITS_PER_SECOND)
     return loads
 
 

@@ -80,7 +80,7 @@ def test_no_pair_of_rows_is_lost_or_counted_twice(seed: int, window: int | None)
             local = [
                 pair
                 for part in phase.parts
-                for tasks in (part.local, part.shared)
+                for tasks in (*part.local, part.shared)
                 for pair in pairs(tasks, window, part.first, part.k_first)
             ]
             assert sorted(local) == sorted(pairs(whole.local, window))

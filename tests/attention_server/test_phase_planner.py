@@ -25,7 +25,7 @@ from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.routes import RouteCompiler
-from deepspeed_distca.scheduler.tasks import Tasks
+from deepspeed_distca.scheduler.tasks import Tasks, task_costs
 from deepspeed_distca.scheduler.worth import (
     LINEAR_WORK,
     PLAIN_HOST,
@@ -69,7 +69,7 @@ def planned(
 def predicted(layout: Layout, phase: str, tasks: Tasks) -> tuple[float, float]:
     """Seconds of a phase over NVLink, attention and transfers that nothing covers; and what moving costs beside."""
     compiler = RouteCompiler(layout, tasks.rows)
-    loads = compiler.loads(lambda a, b, k: NVLINK.cost(a, b, k, None, phase))
+    loads = compiler.loads(lambda rows: task_costs(rows, NVLINK, phase))
     sizes = compiler.bytes_between(HEADS, phase)
     seconds = phase_seconds(NVLINK, *(load / 1e15 for load in loads), *sizes, early=True)
     return seconds, NVLINK.moving_seconds(phase, int(compiler.messages(phase).max()))
@@ -274,7 +274,8 @@ def test_what_is_kept_of_a_layout_serves_no_other() -> None:
         for phase in PHASES:
             kept, new = (p.plan(layout, window, phase, 2) for p in (one, PhasePlanner(1, NVLINK, options, early=True)))
             assert kept.digest == new.digest and np.array_equal(kept.largest, new.largest)
-            for ours, theirs in ((kept.part.local, new.part.local), (kept.part.remote, new.part.remote)):
+            both = zip(kept.part.local + kept.part.remote, new.part.local + new.part.remote, strict=True)
+            for ours, theirs in both:
                 assert all(
                     np.array_equal(a, b) for a, b in zip(vars(ours).values(), vars(theirs).values(), strict=True)
                 )

@@ -15,6 +15,7 @@ from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatc
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import task_rows
+from deepspeed_distca.scheduler.units import Units
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -38,11 +39,12 @@ def test_sums_are_rounded_once(ranges: int) -> None:
     layout = Layout.from_lengths([[2 * ranges * rows], [], []])
     # Servers 1 and 2 take turns, so that no two ranges of one of them are one task.
     pieces = torch.tensor([[0, i * rows, (i + 1) * rows, 1 + i % 2] for i in range(2 * ranges)]).numpy()
-    plan = RankPlan(RouteCompiler(layout, task_rows(pieces)).rank(1))
-    assert len(plan.waves) == len(plan.remote) == ranges
+    plan = RankPlan(RouteCompiler(layout, task_rows(pieces, Units(layout, None))).rank(1))
+    (tasks,) = plan.remote
+    assert len(plan.waves) == len(tasks) == ranges
 
     generator = torch.Generator().manual_seed(ranges)
-    tasks, spec, exact = plan.remote, AttentionSpec(DIM**-0.5), ReferenceKernel()
+    spec, exact = AttentionSpec(DIM**-0.5), ReferenceKernel()
     q, dout = (torch.randn(tasks.q_rows, HEADS, DIM, generator=generator).bfloat16() for _ in range(2))
     k, v = (torch.randn(tasks.k_rows, KV_HEADS, DIM, generator=generator).bfloat16() for _ in range(2))
     out, lse = exact.forward(q, k, v, tasks, spec)

@@ -70,7 +70,7 @@ def test_json_says_what_the_plan_is(plan, cost, window):
         "milliseconds",
         "training",
     ]
-    columns = ("document", "q_start", "q_end", "k_start", "server")
+    columns = ("document", "q_start", "q_end", "k_start", "k_end", "server")
     assert all(set(task) == {*columns, "home"} for task in report["tasks"])
     rows = np.array([[task[c] for c in columns] for task in report["tasks"]])
     check_tasks(LAYOUT, rows, window)

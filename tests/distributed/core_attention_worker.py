@@ -19,18 +19,18 @@ from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
 from deepspeed_distca.scheduler.topology import Topology
-from tests.distributed.random_plans import random_layout, random_tasks
+from tests.distributed.random_plans import random_layout, random_tasks, visible
 
 
-def dense(q, k, v, spec: AttentionSpec):
-    """Softmax attention of one document [L, heads, dim] in float64, with an explicit mask."""
+def dense(q, k, v, spec: AttentionSpec, seen: np.ndarray):
+    """Softmax attention of one document [L, heads, dim] in float64, with an explicit mask of what each row sees."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     i = torch.arange(len(q))
-    mask = i[None, :] > i[:, None]
+    mask = torch.from_numpy(~seen)
     if spec.window is not None:
         mask |= i[None, :] <= i[:, None] - spec.window
     scores = scores.masked_fill(mask, -torch.inf)
@@ -46,13 +46,15 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
     """The largest relative error of out, lse, dq, dk, dv over the cases, on this rank; and as "…_ratio" the largest
     quotient of that error and the error that the same kernel makes in the same dtype on each document alone. And as
-    "relayed" how many runs of keys reached some server by way of another."""
+    "relayed" how many runs of keys reached some server by way of another, as "trees" how many layouts had any; their
+    ratios are apart, as "…_tree_ratio"."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange = PeerToPeerExchange(dist.group.WORLD)
     kernel = make_kernel("reference")
     names = ("out", "lse", "dq", "dk", "dv")
-    worst = dict.fromkeys((*names, *(f"{name}_ratio" for name in names), "relayed"), 0.0)
+    ratios = (f"{name}_{kind}" for name in names for kind in ("ratio", "tree_ratio"))
+    worst = dict.fromkeys((*names, *ratios, "relayed", "trees"), 0.0)
     for case in range(cases):
         rng = np.random.default_rng((seed, case))
         spec = AttentionSpec(
@@ -60,7 +62,10 @@ def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
             window=None if rng.random() < 0.6 else int(rng.integers(1, 40)),
             softcap=None if rng.random() < 0.7 else 5.0,
         )
-        layout = random_layout(rng, world, documents=int(rng.integers(1, 7)), longest=int(rng.integers(1, 80)))
+        trees = 0.0 if spec.window is not None or case % 2 else 0.6
+        counts = dict(documents=int(rng.integers(1, 7)), longest=int(rng.integers(1, 80)))
+        layout = random_layout(rng, world, **counts, trees=trees)
+        worst["trees"] += layout.has_trees
         q_heads, kv_heads = [(4, 2), (2, 2), (3, 1)][int(rng.integers(3))]
         dim, v_dim = [(8, 8), (16, 8)][int(rng.integers(2))]
         plans = []
@@ -91,11 +96,11 @@ def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype, att
         tensors = [make(n, q_heads, dim), make(n, kv_heads, dim), make(n, kv_heads, v_dim)]
         grads = [make(n, q_heads, v_dim), make(q_heads, n)]
         leaves = [t.double().requires_grad_() for t in tensors]
-        out, lse = dense(*leaves, spec)
+        out, lse = dense(*leaves, spec, visible(layout, document, n))
         use_lse = document % 2 == 0  # lse's gradient is used in some documents only
         loss = (out * grads[0].double()).sum() + ((lse * grads[1].double()).sum() if use_lse else 0.0)
         expected = torch.autograd.grad(loss, leaves)
-        plain = _alone(tensors, grads, use_lse, spec, kernel)
+        plain = _texts_alone(tensors, grads, use_lse, spec, kernel, visible(layout, document, n))
         whole[document] = (tensors, grads, out, lse, expected, use_lse, plain)
 
     segments = layout.rank(rank)
@@ -131,7 +136,31 @@ def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype, att
             alone = alone.t() if name == "lse" else alone
             # Below one rounding of the dtype there is nothing to compare.
             floor = torch.finfo(dtype).eps / 4
-            worst[f"{name}_ratio"] = max(worst[f"{name}_ratio"], error / max(relative(alone, expected[name]), floor))
+            ratio = f"{name}_tree_ratio" if layout.has_trees else f"{name}_ratio"
+            worst[ratio] = max(worst[ratio], error / max(relative(alone, expected[name]), floor))
+
+
+def _texts_alone(tensors, grads, use_lse: bool, spec: AttentionSpec, kernel, seen) -> dict[str, torch.Tensor]:
+    """:func:`_alone` of every text of a tree, from its root to where nothing goes on: results of each row by the first
+    text that has it, and the sum of all texts' gradients. A document that is no tree is one text."""
+    rows = [np.flatnonzero(seen[i]) for i in range(len(seen)) if not seen[i + 1 :, i].any()]
+    if len(rows) <= 1:
+        return _alone(tensors, grads, use_lse, spec, kernel)
+    found = {
+        name: torch.zeros_like(t, dtype=torch.float64) for name, t in zip(("dq", "dk", "dv"), tensors, strict=True)
+    }
+    found |= {"out": torch.zeros_like(grads[0]), "lse": torch.zeros_like(grads[1], dtype=torch.float32)}
+    told: set[int] = set()
+    for text in map(torch.from_numpy, rows):
+        new = torch.tensor([i not in told for i in text.tolist()])
+        told.update(text.tolist())
+        one = grads[0][text] * new[:, None, None], grads[1][:, text] * new
+        alone = _alone([t[text] for t in tensors], one, use_lse, spec, kernel)
+        for name in ("dq", "dk", "dv"):
+            found[name].index_add_(0, text, alone[name].double())
+        found["out"][text[new]] = alone["out"][new]
+        found["lse"][:, text[new]] = alone["lse"][:, new]
+    return {name: x.to(tensors[0].dtype) if name[0] == "d" else x for name, x in found.items()}
 
 
 def _alone(tensors, grads, use_lse: bool, spec: AttentionSpec, kernel) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ def test_random_plans_are_exact_in_fp32(world: int) -> None:
     for worst in run_ranks(WORKER, world, seed=world, cases=60):
         assert max(worst[name] for name in NAMES) < 1e-5, worst
         assert (worst["relayed"] > 0) == (world > 2), worst
+        assert worst["trees"] > 0, worst
 
 
 @pytest.mark.parametrize("seed", [7, 8])
@@ -26,3 +27,6 @@ def test_bf16_is_as_exact_as_the_kernel_on_whole_documents(seed: int) -> None:
     for worst in run_ranks(WORKER, 3, seed=seed, cases=40, dtype="bfloat16"):
         assert worst["lse"] < 1e-5 and max(worst["out"], worst["dv"]) < 4e-3, worst
         assert max(worst[f"{name}_ratio"] for name in NAMES) < 1.02, worst
+        # Tasks of one row in a tree are rounded to bf16 before they are merged or added, and once more then: the root
+        # of 2, and a little more on tiny documents. A kernel of a GPU has larger errors of its own.
+        assert max(worst[f"{name}_tree_ratio"] for name in NAMES) < 1.5, worst

@@ -15,6 +15,7 @@ from deepspeed_distca.scheduler.cuts import costliest_shard
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.shares import Shares
 from deepspeed_distca.scheduler.tasks import SERVER, TASK_DOCUMENT, Tasks
+from deepspeed_distca.scheduler.units import Units
 
 
 def lower_bound(
@@ -64,7 +65,9 @@ def promised(
     """
     shares = Shares(server_weights, layout.num_ranks, tolerance)
     shard = max(granularity, min_shard_tokens or 1)
-    costliest = costliest_shard(cost.phase(phase), layout.pieces, window, granularity, shard)
+    costliest = costliest_shard(
+        layout.pieces, lambda ends: Units(layout, window).costs(ends, cost, phase), granularity, shard
+    )
     return shares.promised(int(tasks.loads.sum()), costliest)
 
 

@@ -23,19 +23,20 @@ def documents_of(layout: Layout) -> dict[int, np.ndarray]:
 
 def check_tasks(layout: Layout, rows: np.ndarray, window: int | None) -> None:
     """Every query once, in order, against exactly the keys it sees; never more queries than keys."""
-    assert rows.dtype == np.int64 and rows.shape[1] == 5
+    assert rows.dtype == np.int64 and rows.shape[1] == 6
     homes = documents_of(layout)
     counts = {document: np.zeros(len(home), dtype=int) for document, home in homes.items()}
-    for document, q_start, q_end, k_start, server in rows.tolist():
+    for document, q_start, q_end, k_start, k_end, server in rows.tolist():
+        assert k_end == q_end
         assert 0 <= q_start < q_end <= len(homes[document])
         assert k_start == (0 if window is None else max(0, q_start - window + 1))
         assert q_end - q_start <= q_end - k_start
         assert 0 <= server < layout.num_ranks
         counts[document][q_start:q_end] += 1
     assert all((count == 1).all() for count in counts.values())
-    order = [tuple(row) for row in rows[:, [4, 0, 1]].tolist()]
+    order = [tuple(row) for row in rows[:, [5, 0, 1]].tolist()]
     assert order == sorted(order)
-    same = (rows[1:, 4] == rows[:-1, 4]) & (rows[1:, 0] == rows[:-1, 0])
+    same = (rows[1:, 5] == rows[:-1, 5]) & (rows[1:, 0] == rows[:-1, 0])
     assert (rows[1:, 1] > rows[:-1, 2])[same].all(), "ranges that follow on each other must be one task"
 
 
@@ -50,7 +51,7 @@ def rows_sent(layout: Layout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     kv = np.zeros_like(q)
     homes = documents_of(layout)
     needed: dict[tuple[int, int], set[int]] = {}
-    for document, q_start, q_end, k_start, server in rows.tolist():
+    for document, q_start, q_end, k_start, _, server in rows.tolist():
         for position in range(q_start, q_end):
             q[homes[document][position], server] += 1
         needed.setdefault((document, server), set()).update(range(k_start, q_end))
@@ -65,7 +66,7 @@ def rows_sent(layout: Layout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def check_shards(layout: Layout, rows: np.ndarray, shard: int) -> None:
     """What a task has of a contiguous range that one rank stores is all of it, or at least `shard` rows."""
     homes = documents_of(layout)
-    for document, q_start, q_end, _, _ in rows.tolist():
+    for document, q_start, q_end, *_ in rows.tolist():
         home = homes[document]
         borders = [0, *(np.flatnonzero(np.diff(home)) + 1).tolist(), len(home)]
         for start, end in itertools.pairwise(borders):

@@ -187,7 +187,7 @@ def _loads(case: Case, rows: np.ndarray) -> list[int]:
         full = x if window is None else min(x, window)
         return full * (full + 1) // 2 + (x - full) * (window or 0)
 
-    for _, start, end, low, server in rows.tolist():
+    for _, start, end, low, _, server in rows.tolist():
         pairs = terms.pair * (below(end) - below(start))
         loads[server] += pairs + terms.query_row * (end - start) + terms.key_row * (end - low) + terms.task
     return loads
@@ -196,7 +196,7 @@ def _loads(case: Case, rows: np.ndarray) -> list[int]:
 def _check_cuts(layout: Layout, rows: np.ndarray, granularity: int) -> None:
     """Cuts lie at multiples of the granularity or where the document goes on at another rank."""
     homes = documents_of(layout)
-    for document, start, end, _, _ in rows.tolist():
+    for document, start, end, *_ in rows.tolist():
         home = homes[document]
         for x in (start, end):
             assert x % granularity == 0 or x == len(home) or home[x - 1] != home[x], f"cut at {x}"
@@ -224,7 +224,7 @@ def _check_cap(case: Case, tasks: Tasks, home: np.ndarray) -> None:
     """No server receives more than the cap allows, unless its own queries alone need more, or servers that are to
     compute nothing leave no other way."""
     cap, weights = case.options["max_received_rows"], case.options["server_weights"] or []
-    if cap is None or any(not weight and server in home[:, 4] for server, weight in enumerate(weights)):
+    if cap is None or any(not weight and server in home[:, 5] for server, weight in enumerate(weights)):
         return
     moved, own = traffic(case.layout, tasks), traffic(case.layout, home)
     received = (moved.q_rows + moved.kv_rows).sum(axis=0)
@@ -249,7 +249,7 @@ def _check_transfers(
     for plan, (q, kv) in zip(plans, work, strict=True):
         own = stored[plan.rank]
         for ranges, queries, keys in ((plan.local, own, own), (plan.remote, q, kv)):
-            for qs, ql, ks, kl in np.stack(list(vars(ranges).values()), axis=1).tolist():
+            for qs, ql, ks, kl, _ in np.stack(list(vars(ranges).values()), axis=1).tolist():
                 asked, seen = queries[qs : qs + ql], keys[ks : ks + kl]
                 assert len(asked) == ql <= kl == len(seen), "rows out of the buffer"
                 assert asked[-1] - asked[0] == ql - 1 and seen[-1] - seen[0] == kl - 1 and asked[-1] == seen[-1]
@@ -259,7 +259,7 @@ def _check_transfers(
             assert np.array_equal(work[relay][1][row : row + size], kv[target : target + size]), "relayed other rows"
             sent = plans[relay].kv_in[plans[relay].kv_in_direct]
             assert any(w <= row and row + size <= w + n for _, _, w, n in sent.tolist()), "relayed before received"
-    wanted = [(server, first[d] + a, b - a, b - low) for d, a, b, low, server in rows.tolist()]
+    wanted = [(server, first[d] + a, b - a, b - low) for d, a, b, low, _, server in rows.tolist()]
     assert sorted(found) == sorted(wanted), "other tasks"
     out, back = _check_runs(plans, heads, phase)
     there, returned = compiler.bytes_between(heads, phase)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from deepspeed_distca.layout import Layout, LayoutError, Segment
 from deepspeed_distca.scheduler import CostModel, balance, home_tasks
+from deepspeed_distca.scheduler.tasks import SERVER
 from deepspeed_distca.scheduler.traffic import traffic
 from tests.scheduler.bounds import least_max_load, lower_bound, naive_bytes, promised
 from tests.scheduler.checks import check_shards, check_tasks, documents_of
@@ -40,12 +41,12 @@ def test_covers_every_query_once_and_keeps_the_promise(layout, cost, options):
     check_shards(layout, tasks.rows, max(options["granularity"], options["min_shard_tokens"] or 1))
     rows, window = tasks.rows, options["window"]
     costs = model.cost(rows[:, 1], rows[:, 2], rows[:, 3], window, phase)
-    loads = np.bincount(rows[:, 4], weights=costs, minlength=layout.num_ranks)
+    loads = np.bincount(rows[:, 5], weights=costs, minlength=layout.num_ranks)
     assert np.allclose(tasks.loads, loads, rtol=1e-12)
     home = home_tasks(layout, window)
     check_tasks(layout, home, window)
     costs = model.cost(home[:, 1], home[:, 2], home[:, 3], window, phase)
-    before = np.bincount(home[:, 4], weights=costs, minlength=layout.num_ranks)
+    before = np.bincount(home[:, 5], weights=costs, minlength=layout.num_ranks)
     assert np.allclose(tasks.loads_before, before, rtol=1e-12)
     bound = promised(layout, model, tasks, phase=phase, **options)
     assert all(load <= most for load, most in zip(tasks.loads.tolist(), bound, strict=True))
@@ -267,7 +268,7 @@ def test_one_long_document_is_spread_evenly(ranks, phase):
     layout = Layout.from_lengths([[262144], *[[] for _ in range(ranks - 1)]])
     tasks = balance(layout, CostModel.fitted(), phase=phase, tolerance=0.02)
     assert tasks.balance <= 1.02
-    assert np.bincount(tasks.rows[:, 4]).max() == 1, "one contiguous range for each server"
+    assert np.bincount(tasks.rows[:, SERVER]).max() == 1, "one contiguous range for each server"
 
 
 def test_takers_prefer_a_document_they_have_keys_of():

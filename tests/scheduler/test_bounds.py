@@ -12,6 +12,7 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import CostModel, Heads, home_tasks
 from deepspeed_distca.scheduler.tasks import task_rows
 from deepspeed_distca.scheduler.traffic import traffic
+from deepspeed_distca.scheduler.units import Units
 from tests.scheduler.bounds import granules, least_max_load, lower_bound, naive_bytes
 
 
@@ -40,9 +41,9 @@ def test_exact_solver_against_trying_everything(seed, phase, window):
     for servers in itertools.product(range(3), repeat=len(parts)):
         placed = parts.copy()
         placed[:, 3] = servers
-        rows = task_rows(placed, window)
+        rows = task_rows(placed, Units(layout, window))
         costs = cost.cost(rows[:, 1], rows[:, 2], rows[:, 3], window, phase)
-        load = int(np.bincount(rows[:, 4], weights=costs, minlength=3).max())
+        load = int(np.bincount(rows[:, 5], weights=costs, minlength=3).max())
         best = load if best is None else min(best, load)
     options = dict(phase=phase, granularity=32, window=window)
     assert abs(least_max_load(layout, cost, **options) - best) <= 1
@@ -74,7 +75,7 @@ def test_naive_plan_sends_whole_documents():
     layout = Layout.from_ranks([[(0, 0, 10)], [(0, 10, 4), (1, 0, 3)], []])
     heads = Heads(4, 2, 8)
     rows = home_tasks(layout)
-    rows[rows[:, 0] == 1, 4] = 2
+    rows[rows[:, 0] == 1, 5] = 2
     row = heads.q_bytes + heads.kv_bytes
     assert naive_bytes(layout, rows, heads).tolist() == [[0, 10 * row, 0], [4 * row, 0, 3 * row], [0, 0, 0]]
     assert (traffic(layout, rows).dispatch_bytes(heads) <= naive_bytes(layout, rows, heads)).all()

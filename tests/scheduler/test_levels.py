@@ -49,7 +49,7 @@ def test_any_layout_over_any_nodes(layout, window, name, seed, tolerance, weight
     check_tasks(layout, tasks.rows, window)
     loads = np.zeros(layout.num_ranks, dtype=np.int64)
     terms = cost.phase(phase)
-    for _, start, end, low, server in tasks.rows.tolist():
+    for _, start, end, low, _, server in tasks.rows.tolist():
         rows = terms.query_row * (end - start) + terms.key_row * (end - low) + terms.task
         loads[server] += terms.pair * visible_pairs(start, end, window) + rows
     assert np.array_equal(tasks.loads, loads)

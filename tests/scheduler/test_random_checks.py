@@ -8,6 +8,7 @@ import pytest
 
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import CostModel, Heads, Tasks, balance
+from deepspeed_distca.scheduler.tasks import SERVER
 from tests.scheduler import random_checks
 from tests.scheduler.bounds import promised
 from tests.scheduler.random_checks import check_plan, random_case
@@ -70,8 +71,8 @@ def test_a_cap_is_raised_no_further_than_weight_0_needs():
     assert capped.loads.tolist() == free.loads.tolist()
     # 8 documents of 100 query and 100 key rows each for two servers: 800 rows each, from a cap of 500 that holds two.
     doubled = balance(layout, FIT, server_weights=[0, 1, 1], max_received_rows=500)
-    assert np.bincount(doubled.rows[:, 4], minlength=3)[0] == 0
-    assert np.bincount(doubled.rows[:, 4]).max() <= 1000 // 200
+    assert np.bincount(doubled.rows[:, SERVER], minlength=3)[0] == 0
+    assert np.bincount(doubled.rows[:, SERVER]).max() <= 1000 // 200
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_tasks_find_the_rows_they_ask_for(case: tuple) -> None:
                 for rows in (queries, keys):  # contiguous positions of one document, the last query sees the last key
                     assert (rows[:, 0] == document).all() and (np.diff(rows[:, 1]) == 1).all()
                 assert queries[-1, 1] == keys[-1, 1]
-                found.append((document, start, queries[-1, 1] + 1, keys[0, 1], server))
+                found.append((document, start, queries[-1, 1] + 1, keys[0, 1], keys[-1, 1] + 1, server))
     assert sorted(found) == sorted(map(tuple, tasks.tolist()))
 
 
@@ -122,7 +122,10 @@ def test_relayed_rows_are_the_rows_of_the_home(seed: int, world: int, window: in
 def test_a_document_for_many_servers_is_relayed() -> None:
     # Rank 0 stores 1600 rows of which each of 15 others computes 100.
     layout = Layout.from_lengths([[1600]] + [[10]] * 15)
-    tasks = np.array([[0, 100 * s, 100 * s + 100, 0, s] for s in range(16)] + [[s, 0, 10, 0, s] for s in range(1, 16)])
+    tasks = np.array(
+        [[0, 100 * s, 100 * s + 100, 0, 100 * s + 100, s] for s in range(16)]
+        + [[s, 0, 10, 0, 10, s] for s in range(1, 16)]
+    )
     plain = RouteCompiler(layout, tasks)
     assert not len(plain.relayed())
     heads = Heads(query=1, key_value=1, head_dim=64)  # q row 128 bytes, k and v 256, out 128, lse 4
@@ -137,7 +140,10 @@ def test_a_document_for_many_servers_is_relayed() -> None:
 
 def test_relays_wait_for_enough_rows() -> None:
     layout = Layout.from_lengths([[1600]] + [[10]] * 15)
-    tasks = np.array([[0, 100 * s, 100 * s + 100, 0, s] for s in range(16)] + [[s, 0, 10, 0, s] for s in range(1, 16)])
+    tasks = np.array(
+        [[0, 100 * s, 100 * s + 100, 0, 100 * s + 100, s] for s in range(16)]
+        + [[s, 0, 10, 0, 10, s] for s in range(1, 16)]
+    )
     total = sum(range(200, 1601, 100))
     assert len(RouteCompiler(layout, tasks, rule=RelayRule(total, 4)).relayed())
     assert not len(RouteCompiler(layout, tasks, rule=RelayRule(total + 1, 4)).relayed())
@@ -173,7 +179,7 @@ def test_whole_documents_at_home_move_nothing(seed: int, world: int) -> None:
     layout = Layout.from_lengths([rng.integers(1, 50, size=int(rng.integers(0, 5))).tolist() for _ in range(world)])
     compiler = RouteCompiler(layout, home_tasks(layout))
     assert not compiler.moves_rows and not np.any(compiler.bytes_between(Heads(), "forward"))
-    at_home, away = compiler.loads(lambda q_start, q_end, k_start: q_end - q_start)
+    at_home, away = compiler.loads(lambda rows: rows[:, 2] - rows[:, 1])
     assert at_home.tolist() == layout.tokens.tolist() and not away.any()
     for rank in range(world):
         plan = compiler.rank(rank)
@@ -201,7 +207,7 @@ def test_document_ids_may_be_any_int64(seed: int, world: int) -> None:
 
 def test_bytes_of_one_moved_tail() -> None:
     layout = Layout.from_lengths([[100], [10]])
-    tasks = np.array([[0, 0, 60, 0, 0], [0, 60, 100, 0, 1], [1, 0, 10, 0, 1]])
+    tasks = np.array([[0, 0, 60, 0, 60, 0], [0, 60, 100, 0, 100, 1], [1, 0, 10, 0, 10, 1]])
     compiler = RouteCompiler(layout, tasks)
     heads = Heads(query=4, key_value=1, head_dim=8)  # q row 64 bytes, k and v rows 32, lse 16
     out, back = compiler.bytes_between(heads, "forward")
@@ -215,7 +221,7 @@ def test_bytes_of_one_moved_tail() -> None:
 @pytest.mark.parametrize("world", [1, 4])
 def test_empty_layout(world: int) -> None:
     layout = Layout.from_lengths([[] for _ in range(world)])
-    plan = RouteCompiler(layout, np.zeros((0, 5), dtype=np.int64)).rank(world - 1)
+    plan = RouteCompiler(layout, np.zeros((0, 6), dtype=np.int64)).rank(world - 1)
     assert plan.is_local and not len(plan.local) and plan.home_rows == 0
 
 

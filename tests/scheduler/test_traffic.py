@@ -12,6 +12,7 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import CostModel, Heads, balance, home_tasks
 from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.routes import RouteCompiler
+from deepspeed_distca.scheduler.tasks import task_costs
 from deepspeed_distca.scheduler.traffic import homes_of, traffic
 from tests.scheduler.checks import documents_of, rows_sent
 from tests.scheduler.strategies import COSTS, layouts, windows
@@ -29,13 +30,13 @@ def test_rows_are_those_counted_one_by_one(layout, cost, window):
         assert np.array_equal(counted.q_rows, q)
         assert np.array_equal(counted.kv_rows, kv)
         homes = documents_of(layout)
-        expected = [sorted({int(r) for r in homes[d][a:b]}) for d, a, b, _, _ in rows.tolist()]
+        expected = [sorted({int(r) for r in homes[d][a:b]}) for d, a, b, *_ in rows.tolist()]
         assert homes_of(layout, rows) == expected
 
 
 def test_bytes_beyond_int64_are_refused():
     layout, heads = Layout.from_lengths([[800_000], []]), Heads(2**20, 2**20, 2**20, element_size=16)
-    rows = np.array([[0, 0, 400_000, 0, 0], [0, 400_000, 800_000, 0, 1]])
+    rows = np.array([[0, 0, 400_000, 0, 400_000, 0], [0, 400_000, 800_000, 0, 800_000, 1]])
     moved = traffic(layout, rows)
     for phase in ("forward", "backward"):
         for size in (moved.dispatch_bytes, moved.return_bytes, RouteCompiler(layout, rows).bytes_between):
@@ -54,7 +55,7 @@ def test_bytes_are_those_of_the_compiled_plan(layout, cost, window):
     out, back = compiler.bytes_between(heads, phase)
     assert np.array_equal(out, counted.dispatch_bytes(heads, phase))
     assert np.array_equal(back, counted.return_bytes(heads, phase))
-    at_home, away = compiler.loads(lambda q_start, q_end, k_start: model.cost(q_start, q_end, k_start, window, phase))
+    at_home, away = compiler.loads(lambda rows: task_costs(rows, model, phase, window))
     assert np.array_equal(at_home + away, tasks.loads)
 
 
@@ -76,7 +77,7 @@ def test_bytes_of_a_plan_with_relays():
 def test_bytes_by_hand():
     layout = Layout.from_ranks([[(0, 0, 10)], [(0, 10, 4), (1, 0, 3)]])
     heads = Heads(query=4, key_value=2, head_dim=8)
-    rows = np.array([[0, 0, 10, 0, 0], [0, 12, 14, 0, 0], [0, 10, 12, 0, 1], [1, 0, 3, 0, 1]])
+    rows = np.array([[0, 0, 10, 0, 10, 0], [0, 12, 14, 0, 14, 0], [0, 10, 12, 0, 12, 1], [1, 0, 3, 0, 3, 1]])
     counted = traffic(layout, rows)
     # Rank 1 sends its last two queries and all four keys; rank 0 the ten keys that rank 1's own queries see.
     assert counted.q_rows.tolist() == [[0, 0], [2, 0]]
@@ -95,7 +96,7 @@ def test_digest_is_stable_and_depends_on_everything():
     assert 0 <= base.value < 2**63 and base.hex == f"{base.value:016x}"
     assert base == digest(Layout.from_lengths([[300, 7], [5]]), rows.copy())
     # Written down so that a change of the format is noticed: ranks of one job must agree on it.
-    assert base.hex == "1f0bb863ed63274f"
+    assert base.hex == "5848b993c83e1b8b"
     moved = rows.copy()
     moved[0, 4] = 1
     others = [

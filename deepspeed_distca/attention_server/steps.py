@@ -286,7 +286,7 @@ class BackwardSteps(_Steps):
             self._dq_back[i] = given.q.new_empty((len(p.returned_rows(dq.device)), *dq.shape[1:]))
             returned = consecutive(self._dq_back[i], p.returned)
         complete = [self._phase.parts[j].plan for j in self._phase.keys_after(i)]
-        if p.is_local and not any(s.kv_in or s.kv_out for s in complete):
+        if p.is_local and not any(s.kv_in or s.touched for s in complete):
             return self._at_home(part, i)
 
         receives: list = list(returned[: len(p.q_out)])

@@ -32,9 +32,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.quick), 4])
-def test_random_plans_and_cuts_are_exact(world: int) -> None:
-    results = run_ranks(WORKER + "check_plans", world, seed=world, cases=60)
+# Seeds 6 and 7 have ranks whose workspace holds nothing but their own rows, of one half, beside documents that cross.
+@pytest.mark.parametrize("world, seed", [(1, 1), (2, 2), pytest.param(3, 3, marks=pytest.mark.quick), (4, 6), (4, 7)])
+def test_random_plans_and_cuts_are_exact(world: int, seed: int) -> None:
+    results = run_ranks(WORKER + "check_plans", world, seed=seed, cases=60)
     for worst in results:
         assert max(worst[name] for name in NAMES) < TOLERANCE, worst
     assert sum(worst["shared"] for worst in results) > 0

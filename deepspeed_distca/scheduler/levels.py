@@ -134,7 +134,7 @@ class _Levels:
         return found
 
     def _among_nodes(self) -> list[_Node]:
-        """Every node with what it is to compute."""
+        """Every node that computes anything, with what it is to compute."""
         topology, layout = self._topology, self._layout
         node_of = np.array(topology.nodes, dtype=np.int64)
         segments = layout.segments.copy()
@@ -165,6 +165,7 @@ class _Levels:
         return [
             _Node(its, join_ranges(part), Shares([*(self._weights[s] for s in its), 0], len(its) + 1, self._tolerance))
             for its, part in zip(servers, parts, strict=True)
+            if len(part) or any(self._weights[s] for s in its)  # the others have nothing to share out
         ]
 
     def _within(self, node: _Node, share: int) -> np.ndarray:

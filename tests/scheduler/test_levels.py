@@ -36,12 +36,12 @@ def topologies(ranks: int, seed: int) -> Topology:
     st.sampled_from(sorted(COSTS)),
     st.integers(0, 2**16),
     st.sampled_from([0.02, 0.3, 2.0]),
-    st.booleans(),
+    st.sampled_from([None, (1, 2, 3), (1, 0, 0)]),  # with the last, nodes of which no server computes anything
 )
-def test_any_layout_over_any_nodes(layout, window, name, seed, tolerance, weighted) -> None:
+def test_any_layout_over_any_nodes(layout, window, name, seed, tolerance, speeds) -> None:
     cost, phase = COSTS[name]
     topology = topologies(layout.num_ranks, seed)
-    weights = [1 + r % 3 for r in range(layout.num_ranks)] if weighted else None
+    weights = None if speeds is None else [speeds[r % 3] for r in range(layout.num_ranks)]
     options = dict(phase=phase, window=window, tolerance=tolerance, granularity=128, server_weights=weights)
     tasks = by_levels(layout, cost, topology, **options)
     if tasks is None:

@@ -338,7 +338,7 @@ def _spoil(g: random.Random, case: Case, rows: _Rows) -> None:
     if longer and naming:
         wrongs.append(("padding inside a document", lambda: _hole(batch, rows, g.choice(longer))))
     if "position_ids" in batch and long:
-        wrongs.append(("positions from 5", lambda: _shift(batch, rows, g.choice(long))))
+        wrongs.append(("positions from 50", lambda: _shift(batch, rows, g.choice(long))))
     name, spoil = g.choice(wrongs)
     spoil()
     case.spoiled = name
@@ -393,4 +393,4 @@ def _hole(batch: dict, rows: _Rows, where: tuple[int, int, int]) -> None:
 def _shift(batch: dict, rows: _Rows, where: tuple[int, int, int]) -> None:
     row, start, length = where
     batch["position_ids"] = batch["position_ids"].clone()
-    batch["position_ids"][row, start : start + length] += 5
+    batch["position_ids"][row, start : start + length] += 50  # rows are shorter: it goes on from nothing

@@ -7,6 +7,7 @@ Plain NumPy, no torch: the scheduler, the collator, the command line and the run
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -338,6 +339,57 @@ class Layout:
         ends = np.cumsum(self.segments[:, LENGTH])
         before = np.concatenate([[0], np.cumsum(self.tokens)])[self.segments[:, RANK]]
         return ends - self.segments[:, LENGTH] - before
+
+    def to_integers(self) -> np.ndarray:
+        """A layout of one rank as int64 [n], for :meth:`from_integers`.
+
+        A document in one segment is its length. A tree is minus the number of its branches, and for each of these its
+        length and the place, from 1, of the one that it goes on from, 0 for the first. A segment of a document that
+        has several is 0, a number for the document, start and length.
+        """
+        if not self.has_trees and not self.segments[:, START].any():
+            return self.segments[:, LENGTH]
+        found: list[int] = []
+        counts = dict(
+            zip(*(x.tolist() for x in np.unique(self.segments[:, DOCUMENT], return_counts=True)), strict=True)
+        )
+        numbers = {document: number for number, document in enumerate(counts)}
+        for _, document, start, length in self.segments.tolist():
+            tree = self.branches[self.branches[:, BRANCH_DOCUMENT] == document]
+            if counts[document] > 1:
+                found += [0, numbers[document], start, length]
+            elif len(tree):
+                places = {begin: place for place, begin in enumerate(tree[:, BRANCH_START].tolist(), 1)}
+                found.append(-len(tree))
+                for _, _, rows, parent in tree.tolist():
+                    found += [rows, places.get(parent, 0)]
+            else:
+                found.append(length)
+        return np.array(found, dtype=np.int64)
+
+    @classmethod
+    def from_integers(cls, ranks: Sequence[np.ndarray]) -> Layout:
+        """The layout of all ranks from what :meth:`to_integers` gave for each."""
+        if not any((values < 1).any() for values in ranks):
+            return cls.from_lengths(ranks)
+        segments, branches, documents = list[tuple[int, ...]](), list[tuple[int, ...]](), 0
+        for rank, values in enumerate(ranks):
+            rest, numbers = iter(values.tolist()), dict[int, int]()
+            for value in rest:
+                number, start, length = documents, 0, value
+                if value == 0:
+                    number = numbers.setdefault(next(rest), documents)
+                    start, length = next(rest), next(rest)
+                elif value < 0:
+                    tree = [(next(rest), next(rest)) for _ in range(-value)]
+                    starts = [0, *accumulate(rows for rows, _ in tree)]
+                    length = starts[-1]
+                    places = [-1, *starts]  # of what a branch goes on from
+                    branches += [(number, starts[i], n, places[parent]) for i, (n, parent) in enumerate(tree)]
+                segments.append((rank, number, start, length))
+                documents += number == documents
+        rows = np.array(segments, dtype=np.int64)
+        return cls(rows, len(ranks), np.array(branches, dtype=np.int64)).validate()
 
     def to_ranks(self) -> list[list[dict[str, int]]]:
         """The form that ``ds_distca plan --layout`` reads under "ranks"; it has no trees."""

@@ -32,6 +32,10 @@ RUN = {
         "train_trainer.py",
     ),
     "deepspeed --num_accelerators 2 examples/hf_llama/train_grpo.py": ("tests/test_example_grpo.py", "train_grpo.py"),
+    "deepspeed --num_accelerators 2 examples/hf_llama/shared_prompts.py": (
+        "tests/test_example_shared_prompts.py",
+        "shared_prompts.py",
+    ),
     "deepspeed --num_accelerators 2 examples/hf_llama/train_trl.py": ("tests/test_launchers.py", "train_trl.py"),
     "accelerate launch --config_file configs/accelerate/deepspeed.yaml examples/hf_llama/train_accelerate.py": (
         "tests/test_launchers.py",

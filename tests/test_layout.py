@@ -7,10 +7,11 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_distca.layout import Layout, LayoutError, Segment
+from tests.distributed.random_plans import random_layout
 from tests.scheduler.strategies import layouts
 
 
@@ -171,3 +172,16 @@ def test_equality_and_hash():
     assert one != Layout.from_lengths([[5], [4]])
     assert one != "layout"
     assert "num_ranks=2" in repr(one)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4))
+def test_ranks_tell_each_other_their_layouts_as_integers(seed: int, ranks: int) -> None:
+    rng = np.random.default_rng(seed)
+    alone = [random_layout(rng, 1, documents=int(rng.integers(0, 6)), longest=30, trees=0.4) for _ in range(ranks)]
+    found, expected = Layout.from_integers([layout.to_integers() for layout in alone]), Layout.merge(alone)
+    # Documents may be numbered otherwise.
+    names = dict(zip(expected.segments[:, 1].tolist(), found.segments[:, 1].tolist(), strict=True))
+    assert len(set(names.values())) == len(names)
+    assert [[r, names[d], *rest] for r, d, *rest in expected.segments.tolist()] == found.segments.tolist()
+    assert sorted([names[d], *rest] for d, *rest in expected.branches.tolist()) == found.branches.tolist()

@@ -68,7 +68,7 @@ class _Home:
     def __init__(self, layout: Layout, window: int | None, rank: int, nodes: Topology | None) -> None:
         self.layout, self.window, self._rank, self._nodes = layout, window, rank, nodes
         self.rows = home_tasks(layout, window)
-        self.whole = layout.is_whole
+        self.whole = layout.is_whole and not layout.has_trees
 
     @cached_property
     def compiler(self) -> RouteCompiler:
@@ -102,6 +102,11 @@ class PhasePlanner:
         self._server, self._cost, self._options = server, cost, options
         self._early, self._in_two = early, in_two
         self._homes: dict[int | None, _Home] = {}  # of the last layout, by window
+
+    @property
+    def nodes(self) -> Topology | None:
+        """See :attr:`PlanOptions.nodes`."""
+        return self._options.nodes
 
     @property
     def depends_on(self) -> tuple[object, ...]:
@@ -177,6 +182,11 @@ class MicroBatchPlanner:
 
     def __init__(self, planner: PhasePlanner, layers: Mapping[int | None, int]) -> None:
         self._planner, self._layers = planner, dict(layers)
+
+    @property
+    def nodes(self) -> Topology | None:
+        """Those of the servers, where these are on several."""
+        return self._planner.nodes
 
     def __call__(self, layout: Layout) -> PlannedAhead:
         """The plan of a layout of all servers, for :meth:`phases`."""

@@ -130,6 +130,8 @@ def _find_documents(feature: Mapping[str, Any], ids: np.ndarray) -> list[tuple[i
     if layout is not None:
         if not isinstance(layout, Layout) or layout.num_ranks != 1 or layout.segments[:, START].any():
             raise ValueError(f"layout must be a Layout of one rank, whose documents are whole, got {layout!r:.80}")
+        if layout.has_trees:
+            raise ValueError("layout has trees, of which no documents can be read; give the texts themselves")
         ends = np.append(0, np.cumsum(layout.segments[:, LENGTH]))
         everything = np.ones(ids.size, dtype=bool)
         claim = Claim("layout", begins_of_cumulative("layout", ends, rows, tokens, everything))

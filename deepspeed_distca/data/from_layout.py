@@ -40,8 +40,10 @@ def batch_from_layout(
         input_ids, labels, shift_labels, position_ids int64 [1, tokens]; layout; num_targets int.
 
     Raises:
-        LayoutError: a document shorter than its segment says, or not given.
+        LayoutError: a document shorter than its segment says, or not given; a layout with trees.
     """
+    if layout.has_trees:
+        raise LayoutError("the layout has trees, whose targets differ by branch: PrefixCollator makes such batches")
     rows = np.full((len(ROWS), int(layout.tokens[rank])), ignore_index, dtype=np.int64)
     ids, own, targets, positions = rows
     row = 0

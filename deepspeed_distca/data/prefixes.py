@@ -87,10 +87,10 @@ class PrefixCollator:
     position_ids    int64 [1, tokens], of each token in its text
     layout          :class:`deepspeed_distca.layout.Layout` of one rank, with trees
     num_targets     int, positions that have a target
-    answers         int64 [1, tokens], for a loss of your own: whose target a position has, by the place among all
+    row_answers     int64 [1, tokens], for a loss of your own: whose target a position has, by the place among all
                     answers and documents in the order given (empty documents are not counted); -1 where there is no
                     target, where several have it, and in prompts
-    weights         float32 [1, tokens], for a loss of your own: of each target, 0 where there is none
+    row_weights     float32 [1, tokens], for a loss of your own: of each target, 0 where there is none
     ==============  =======================================================================================
 
     No features at all give a row of no tokens. Stateless and free of communication, as
@@ -125,8 +125,8 @@ class PrefixCollator:
             "labels": np.append(self.ignore_index, shifted[:-1])[: len(rows)],
             "shift_labels": shifted,
             "position_ids": layout.position_ids(0),
-            "answers": rows["answers"],
-            "weights": rows["weights"].astype(np.float32),
+            "row_answers": rows["answers"],
+            "row_weights": rows["weights"].astype(np.float32),
         }
         batch: dict[str, Any] = {
             key: torch.from_numpy(np.ascontiguousarray(values))[None] for key, values in columns.items()
@@ -382,7 +382,7 @@ def answer_sums(values: torch.Tensor, answers: torch.Tensor, num_answers: int) -
 
     Args:
         values: [1, tokens].
-        answers: int64 [1, tokens], as a batch of :class:`PrefixCollator` has them; what has -1 is left out.
+        answers: int64 [1, tokens], ``row_answers`` of a batch of :class:`PrefixCollator`; what has -1 is left out.
         num_answers: of the batch, answers and documents.
 
     Returns:
@@ -397,13 +397,13 @@ def weighted_loss(
 ) -> torch.Tensor:
     """The cross-entropy of a batch of :class:`PrefixCollator`: each target times its weight, summed up and divided.
 
-    With the number of all targets of the texts, one by one (``batch["weights"].sum()``), as the divisor it is the mean
-    that the same texts have where nothing is shared.
+    With the number of all targets of the texts, one by one (``batch["row_weights"].sum()``), as the divisor it is the
+    mean that the same texts have where nothing is shared.
 
     Args:
         logits: [1, tokens, vocabulary].
-        batch: its ``shift_labels`` and ``weights``.
+        batch: its ``shift_labels`` and ``row_weights``.
         divisor: of the sum; of a step, what all its micro-batches and ranks have together.
     """
     logps = token_logps(logits, batch["shift_labels"], ignore_index)
-    return -(logps * batch["weights"].to(logps)).sum() / divisor
+    return -(logps * batch["row_weights"].to(logps)).sum() / divisor

@@ -37,6 +37,7 @@ class Contract:
             on a rank without its beginning, where rows are "packed".
         whole_rows: there is one result for a row, so that a row may hold one document only.
         longest_document: longer ones would change the rotary frequencies of others; None: no limit.
+        rope_limits: lengths beyond which a document has other rotary frequencies.
         rows: how documents may share a row. Unless it is "packed", something beside core attention passes through a
             document (a convolution, a recurrent state, a count of places), and each must be whole on one rank.
         why: what was found with several documents in a row, where each must have its own.
@@ -52,6 +53,7 @@ class Contract:
     rows: Rows = "packed"
     why: str = field(default="", compare=False)
     name: str = field(default="this model", compare=False)
+    rope_limits: tuple[int, ...] = ()
 
 
 def find_contract(
@@ -77,7 +79,7 @@ def find_contract(
         UnsupportedModelError: the model does not keep the contract.
     """
     rules = row_rules(decoder)
-    longest = longest_document(rules)
+    longest, limits = longest_document(rules), tuple(sorted({rule.limit for rule in rules if rule.two_sided}))
     name = f"{type(decoder).__name__} ({decoder.config.model_type})"
     if not probe:
         mixing = other_mixing(decoder)
@@ -86,13 +88,13 @@ def find_contract(
                 f"{name} mixes tokens by {mixing} beside attention; how it takes documents is found by trying it: "
                 "leave `distca.advanced.probe` on"
             )
-        return Contract(longest_document=longest)
+        return Contract(longest_document=longest, rope_limits=limits)
     forwards = TinyForwards(module, decoder, modules, device, forget)
     try:
         with forwards.ready():
             asked = Probe(forwards, decoder, min((rule.limit for rule in rules), default=None))
             rows, takes_positions, why = _rows(asked)
-            return Contract(*asked.loss(), takes_positions, asked.whole_rows, longest, rows, why, name)
+            return Contract(*asked.loss(), takes_positions, asked.whole_rows, longest, rows, why, name, limits)
     except UnsupportedModelError:
         raise
     except Fault as fault:

@@ -77,6 +77,8 @@ def describe(batch: Any, place: tuple[int, int]) -> Described:
     batch = _as_mapping(batch)
     micro_batch = admit(batch, _CONTRACT, place=place).micro_batch
     layout = micro_batch.layout
+    if layout.has_trees:
+        raise LayoutError("pipelines take no trees; give each text by itself (PackedSequenceCollator)")
     shared = layout.num_ranks > 1
     rows = layout.segments[layout.segments[:, RANK] == (place[0] if shared else 0)]
     return Described(rows[:, [DOCUMENT, START, LENGTH]], shared, micro_batch.targets)

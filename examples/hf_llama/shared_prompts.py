@@ -137,15 +137,15 @@ def micro_batch(groups: Sequence[Group], device: torch.device) -> MicroBatch:
     """Packs groups; none at all for a rank without any."""
     features = [{"prompt_ids": g.prompt, "answers": g.answers, "weights": g.weights} for g in groups]
     batch = PrefixCollator()(features)
-    # `answers` counts the answers of the batch in the order given; -1 where there is no token of one.
+    # `row_answers` counts the answers of the batch in the order given; -1 where there is no token of one.
     gains = torch.tensor([gain for group in groups for gain in group.advantages], dtype=torch.float32)
-    answers = batch["answers"] >= 0
+    answers = batch["row_answers"] >= 0
     return MicroBatch(
         {key: batch[key].to(device) for key in ("input_ids", "position_ids")} | {"layout": batch["layout"]},
         batch["shift_labels"].to(device),
         answers.to(device),
-        gains[batch["answers"][answers]].to(device),
-        batch["weights"][answers].to(device),
+        gains[batch["row_answers"][answers]].to(device),
+        batch["row_weights"][answers].to(device),
     )
 
 

@@ -24,7 +24,7 @@ from deepspeed_distca.data import (
 from deepspeed_distca.layout import Layout
 from tests.data.batches import assert_same
 
-KEYS = ["input_ids", "labels", "shift_labels", "position_ids", "answers", "weights", "layout", "num_targets"]
+KEYS = ["input_ids", "labels", "shift_labels", "position_ids", "row_answers", "row_weights", "layout", "num_targets"]
 NONE = -100
 
 
@@ -65,7 +65,7 @@ def texts_of(features, min_labels=NONE):
 
 def check(batch, features):
     """Every text is there with all its tokens, positions and targets; and nothing else has a target or weight."""
-    ids, targets, weights = (rows(batch, key) for key in ("input_ids", "shift_labels", "weights"))
+    ids, targets, weights = (rows(batch, key) for key in ("input_ids", "shift_labels", "row_weights"))
     seen = [tuple(ids[i] for i in path) for path in paths(batch)]
     assert rows(batch, "position_ids") == [len(text) - 1 for text in seen]
     expected, counted = Counter(), Counter()
@@ -92,15 +92,15 @@ def check(batch, features):
 
 def check_answers(batch, features):
     """Rows of an answer, in order, are those of its targets; prompts and what documents share have none."""
-    number, owners = 0, rows(batch, "answers")
+    number, owners = 0, rows(batch, "row_answers")
     # As docs/data.md has it.
-    order = batch["answers"][0].argsort(stable=True)[(batch["answers"] < 0).sum() :].tolist()
+    order = batch["row_answers"][0].argsort(stable=True)[(batch["row_answers"] < 0).sum() :].tolist()
     assert order == sorted((i for i, owner in enumerate(owners) if owner >= 0), key=lambda i: (owners[i], i))
     for f in features:
         for i, answer in enumerate(f.get("answers", [None])):
             if answer is not None:
                 labels = f["answer_labels"][i] if "answer_labels" in f else answer
-                found = batch["shift_labels"][batch["answers"] == number].tolist()
+                found = batch["shift_labels"][batch["row_answers"] == number].tolist()
                 assert found == [label for label in labels if label != NONE]
             number += 1
     assert max(owners, default=-1) < number
@@ -113,11 +113,11 @@ def test_a_prompt_and_its_answers():
     assert rows(batch, "shift_labels") == [NONE, NONE, 4, 5, NONE, 6, NONE, 4, 7, NONE]
     assert rows(batch, "labels") == [NONE, NONE, NONE, 4, 5, NONE, 6, NONE, 4, 7]
     assert rows(batch, "position_ids") == [0, 1, 2, 3, 4, 2, 3, 2, 3, 4]
-    assert rows(batch, "answers") == [-1, -1, 0, 0, -1, 1, -1, 2, 2, -1]
-    assert rows(batch, "weights") == [0, 0, 0.5, 0.5, 0, 2, 0, -1, -1, 0]
+    assert rows(batch, "row_answers") == [-1, -1, 0, 0, -1, 1, -1, 2, 2, -1]
+    assert rows(batch, "row_weights") == [0, 0, 0.5, 0.5, 0, 2, 0, -1, -1, 0]
     assert batch["layout"] == Layout.from_trees([[[(2, None), (3, 0), (2, 0), (3, 0)]]])
     assert batch["num_targets"] == 5
-    assert all(batch[key].dtype == torch.int64 for key in KEYS[:5]) and batch["weights"].dtype == torch.float32
+    assert all(batch[key].dtype == torch.int64 for key in KEYS[:5]) and batch["row_weights"].dtype == torch.float32
     assert all(batch[key].shape == (1, 10) for key in KEYS[:6])
 
 
@@ -131,20 +131,20 @@ def test_labels_of_prompt_and_answers():
     }
     batch = PrefixCollator()(feature)
     assert rows(batch, "shift_labels") == [NONE, 3, 4, NONE, NONE, 6, NONE, 8, NONE]
-    assert rows(batch, "weights") == [0, 2.5, 0.5, 0, 0, 2, 0, 2, 0]
-    assert rows(batch, "answers") == [-1, -1, 0, -1, -1, 1, -1, 1, -1]
+    assert rows(batch, "row_weights") == [0, 2.5, 0.5, 0, 0, 2, 0, 2, 0]
+    assert rows(batch, "row_answers") == [-1, -1, 0, -1, -1, 1, -1, 1, -1]
     check(batch, [feature])
 
 
 def test_a_prompt_of_one_token_has_no_branch():
     batch = PrefixCollator()([{"prompt_ids": [1], "answers": [[4, 5], [6]]}])
-    assert rows(batch, "input_ids") == [1, 4, 5, 1, 6] and rows(batch, "answers") == [0, 0, -1, 1, -1]
+    assert rows(batch, "input_ids") == [1, 4, 5, 1, 6] and rows(batch, "row_answers") == [0, 0, -1, 1, -1]
     assert batch["layout"] == Layout.from_lengths([[3, 2]]) and not batch["layout"].has_trees
 
 
 def test_one_answer_is_a_document():
     batch = PrefixCollator()([{"prompt_ids": [1, 2, 3], "answers": [[4, 5]]}])
-    assert rows(batch, "input_ids") == [1, 2, 3, 4, 5] and rows(batch, "answers") == [-1, -1, 0, 0, -1]
+    assert rows(batch, "input_ids") == [1, 2, 3, 4, 5] and rows(batch, "row_answers") == [-1, -1, 0, 0, -1]
     assert batch["layout"] == Layout.from_lengths([[5]])
 
 
@@ -154,8 +154,8 @@ def test_documents_of_different_depths():
     assert rows(batch, "input_ids") == [1, 2, 3, 4, 5, 3, 6, 7, 8, 7, 9, 9, 9]
     assert batch["layout"] == Layout.from_trees([[[(2, None), (3, 0), (2, 0), (2, 2), (2, 2)], 2]])
     assert rows(batch, "shift_labels") == [2, 3, 4, 5, NONE, 6, 7, 8, NONE, 9, NONE, 9, NONE]
-    assert rows(batch, "weights") == [4, 3, 1, 1, 0, 2, 2, 1, 0, 1, 0, 1, 0]
-    assert rows(batch, "answers") == [-1, -1, 0, 0, -1, -1, -1, 2, -1, 3, -1, 1, -1]
+    assert rows(batch, "row_weights") == [4, 3, 1, 1, 0, 2, 2, 1, 0, 1, 0, 1, 0]
+    assert rows(batch, "row_answers") == [-1, -1, 0, 0, -1, -1, -1, 2, -1, 3, -1, 1, -1]
 
 
 def test_documents_that_go_on_from_each_other_are_one():
@@ -168,8 +168,8 @@ def test_documents_that_go_on_from_each_other_are_one():
     batch = PrefixCollator(min_shared=3)(features)
     assert rows(batch, "input_ids") == [1, 2, 3, 4, 5, 6] and not batch["layout"].has_trees
     assert rows(batch, "shift_labels") == [NONE, 3, NONE, 5, 6, NONE]
-    assert rows(batch, "weights") == [0, 2, 0, 1, 1, 0]
-    assert rows(batch, "answers") == [-1, -1, -1, 1, 2, -1]
+    assert rows(batch, "row_weights") == [0, 2, 0, 1, 1, 0]
+    assert rows(batch, "row_answers") == [-1, -1, -1, 1, 2, -1]
 
 
 def test_prompts_share_as_well():
@@ -182,7 +182,7 @@ def test_prompts_share_as_well():
     batch = PrefixCollator(min_shared=2)(features)
     assert rows(batch, "input_ids") == [1, 2, 3, 4, 7, 7, 4, 7, 8, 3, 5, 6, 8, 6, 9]
     assert batch["layout"] == Layout.from_trees([[[(2, None), (1, 0), (3, 1), (3, 1), (2, 0), (2, 4), (2, 4)]]])
-    assert rows(batch, "answers") == [-1, -1, -1, 0, 0, -1, 3, 3, -1, -1, -1, 1, -1, 2, -1]
+    assert rows(batch, "row_answers") == [-1, -1, -1, 0, 0, -1, 3, 3, -1, -1, -1, 1, -1, 2, -1]
     check(batch, features)
 
 
@@ -272,7 +272,7 @@ def test_a_thousand_documents_that_end_inside_each_other():
     text = list(range(1, 1200))
     features = [{"input_ids": text[:n]} for n in range(200, 1200)]
     batch = PrefixCollator()(features)
-    assert rows(batch, "input_ids") == text and batch["weights"].sum() == sum(n - 1 for n in range(200, 1200))
+    assert rows(batch, "input_ids") == text and batch["row_weights"].sum() == sum(n - 1 for n in range(200, 1200))
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple, lambda v: np.array(v, dtype=np.int32)])

@@ -251,6 +251,16 @@ def longrope_spanning() -> float:
     return worst(phi, given, batch)
 
 
+def in_two_places() -> float:
+    """A document in two segments of one rank, another one between them."""
+    first, second, *others = all_documents = documents([[24, 5], [7, 3]])
+    layout = Layout.from_ranks([[(0, 0, 14), (1, 0, 5), (0, 14, 10)]])
+    if dist.get_rank():
+        return worst(llama, all_documents, collated(others))
+    batch = batch_from_layout({0: first, 1: second}, layout, 0)
+    return worst(llama, all_documents, batch)
+
+
 def dynamic_short() -> float:
     given = [[13, 5, 15], [3, 7, 2]]
     return worst(dynamic, documents(given), collated(documents(given, dist.get_rank())))
@@ -403,6 +413,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "numbered mask": numbered_mask,
     "longrope, packed": longrope_packed,
     "longrope, a document over two ranks": longrope_spanning,
+    "a document in two places of a row": in_two_places,
     "dynamic rope, short documents": dynamic_short,
     "dynamic rope, a long document": dynamic_long,
     "left-padded rows, positions from the mask": left_padded_opt,

@@ -145,15 +145,18 @@ def trainer_and_engine() -> dict:
     return {"engine": (means / dist.get_world_size()).tolist()[:6], "trainer": whole, "resumed": resumed}
 
 
-def planned_ahead(num_workers: int) -> dict:
-    """Losses of an epoch with plans made by the loader and by the engine; the engine has no planner in the former."""
+def planned_ahead(num_workers: int = 0, node_size: int | None = None) -> dict:
+    """Losses of an epoch with plans made by the loader and by the engine; the engine has no planner in the former, of
+    which the loader learns the nodes, too."""
     deepspeed.init_distributed("gloo")
     found = {}
     for ahead in (False, True):
-        engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 2, {"advanced": {"granularity": 8}}))
+        block = {"advanced": {"granularity": 8, "node_size": node_size}}
+        engine, *_ = deepspeed.initialize(model=tiny_llama(), config=ds_config(1, 2, block))
         rng = np.random.default_rng(0)
         documents = [rng.integers(0, VOCABULARY, size=n).tolist() for n in rng.integers(1, 150, size=20)]
-        loader = GlobalPackedLoader(documents, 64, config(2), num_workers=num_workers)
+        given = config(2) if ahead else config(2, advanced={"node_size": node_size})
+        loader = GlobalPackedLoader(documents, 64, given, num_workers=num_workers)
         if ahead:
             loader.plan_ahead(pickle.loads(pickle.dumps(engine.distca.planner)))
             engine.distca.server._planner.plan = None

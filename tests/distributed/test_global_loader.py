@@ -112,7 +112,7 @@ def test_server_weights_of_groups() -> None:
         parse_config({"advanced": {"server_weights": [1.5, 2]}})
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_that_plans_ahead_leaves_nothing_to_plan(num_workers: int) -> None:
-    for rank in run_ranks("tests.distributed.global_loader_worker:planned_ahead", 2, num_workers=num_workers):
+@pytest.mark.parametrize(("ranks", "options"), [(2, {}), (2, {"num_workers": 1}), (4, {"node_size": 2})])
+def test_a_loader_that_plans_ahead_leaves_nothing_to_plan(ranks: int, options: dict) -> None:
+    for rank in run_ranks("tests.distributed.global_loader_worker:planned_ahead", ranks, **options):
         assert rank["ahead"] == rank["asked for"] and len(rank["ahead"]) > 4 and rank["bytes moved"] > 0

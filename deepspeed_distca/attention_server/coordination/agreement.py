@@ -113,10 +113,10 @@ class Agreement:
         return together
 
     def _lengths_to_send(self, micro_batch: MicroBatch | Exception) -> np.ndarray:
-        """Of this rank's documents, int64 [n]; none where all servers have the layout."""
+        """Of this rank's documents, int64 [n] (``Layout.to_integers``); none where all servers have the layout."""
         if isinstance(micro_batch, Exception) or self._servers == 1 or micro_batch.layout.num_ranks > 1:
             return _NONE
-        return micro_batch.layout.segments[:, 3]
+        return micro_batch.layout.to_integers()
 
     def _message(self, micro_batch: MicroBatch | Exception, lengths: np.ndarray) -> np.ndarray:
         if isinstance(micro_batch, Exception):
@@ -129,7 +129,9 @@ class Agreement:
             targets=micro_batch.targets,
             step_targets=-1 if step is None else step,
             fingerprint=self._fingerprint,
-            layout_digest=fingerprint(layout.segments) if layout.num_ranks > 1 or self._shards > 1 else 0,
+            layout_digest=fingerprint(layout.segments, layout.branches)
+            if layout.num_ranks > 1 or self._shards > 1
+            else 0,
             tokens_digest=micro_batch.tokens_digest,
             kept_layers=micro_batch.kept_layers,
             in_two=micro_batch.in_two,
@@ -152,7 +154,7 @@ class Agreement:
             return own
         ranks = self._servers * self._shards
         begin = self._messenger.rank // ranks * ranks
-        return Layout.from_lengths(self._messenger.all_values(firsts, lengths)[begin : begin + ranks : self._shards])
+        return Layout.from_integers(self._messenger.all_values(firsts, lengths)[begin : begin + ranks : self._shards])
 
     def _compare_tokens(self, digests: np.ndarray) -> None:
         if self._compared or len(digests) == 1 or not digests[0] or (digests != digests[0]).any():

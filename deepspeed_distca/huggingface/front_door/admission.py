@@ -25,6 +25,7 @@ from deepspeed_distca.data.claims import CUMULATIVE, TEXT_AXES
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.front_door.claims import documents_of, empty_layout
 from deepspeed_distca.huggingface.front_door.targets import count_targets, read_step_targets, with_targets
+from deepspeed_distca.huggingface.front_door.trees import chains, check_model, check_targets, lengths_of_texts
 from deepspeed_distca.huggingface.front_door.values import (
     IGNORE_INDEX,
     UNLIMITED,
@@ -33,10 +34,20 @@ from deepspeed_distca.huggingface.front_door.values import (
     digest_of,
     shape_of,
 )
-from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, Layout, LayoutError
+from deepspeed_distca.layout import BRANCH_DOCUMENT, DOCUMENT, LENGTH, RANK, START, Layout, LayoutError
 
 #: Keys of a collated batch that describe it and are not arguments of a model.
-DESCRIPTION = ("layout", "planned", "cu_seqlens", "max_seqlen", packed_params.NAME, "num_targets", "step_targets")
+DESCRIPTION = (
+    "layout",
+    "planned",
+    "cu_seqlens",
+    "max_seqlen",
+    packed_params.NAME,
+    "num_targets",
+    "step_targets",
+    "row_answers",
+    "row_weights",
+)
 
 _EMPTY_VALUES = {
     "input_ids": 0,
@@ -114,10 +125,19 @@ def admit(
     rank = place[0] if place is not None and layout.num_ranks > 1 else 0
     mine = layout.segments[layout.segments[:, RANK] == rank] if layout.num_ranks > 1 else layout.segments
     whole = _lengths_of(layout, mine)
-    lengths = whole if layout.num_ranks > 1 else _without_padding(mine, real)
+    in_pieces = layout.num_ranks > 1 or bool(layout.segments[:, START].any())
+    lengths = whole if in_pieces else _without_padding(mine, real)
+    if layout.has_trees:
+        check_model(layout, contract)
+        lengths = _lengths_in_trees(layout, mine, lengths)
     _check_documents(mine, whole, lengths, real, rows, tokens, contract)
     arguments = _with_positions(arguments, layout, mine, rows, tokens, contract)
-    arguments = with_targets(arguments, mine, whole, real, contract, limits, say)
+    if layout.has_trees:
+        check_targets(arguments, layout, rank)
+        mine_apart = chains(layout, mine)
+        arguments = with_targets(arguments, mine_apart, mine_apart[:, LENGTH], real, contract, limits, say)
+    else:
+        arguments = with_targets(arguments, mine, whole, real, contract, limits, say)
     said, targets = given.get("num_targets"), 0
     if (count or said is not None) and contract.targets is not None and not contract.whole_rows:
         targets = count_targets(arguments, said, rows * tokens, contract)
@@ -157,12 +177,20 @@ def names_documents(given: Mapping[str, Any]) -> bool:
 
 def _lengths_of(layout: Layout, mine: np.ndarray) -> np.ndarray:
     """How long the documents of these segments are as a whole, int64 [segments]."""
-    if layout.num_ranks == 1:
+    if not layout.segments[:, START].any():
         return mine[:, LENGTH]
     ids, number = np.unique(layout.segments[:, DOCUMENT], return_inverse=True)
     total = np.zeros(len(ids), dtype=np.int64)
     np.add.at(total, number, layout.segments[:, LENGTH])
     return total[np.searchsorted(ids, mine[:, DOCUMENT])]
+
+
+def _lengths_in_trees(layout: Layout, mine: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The same lengths, of a tree that of its longest text."""
+    trees = np.unique(layout.branches[:, BRANCH_DOCUMENT])
+    longest = dict(zip(trees.tolist(), lengths_of_texts(layout)[1].tolist(), strict=True))
+    both = zip(mine[:, DOCUMENT].tolist(), lengths.tolist(), strict=True)
+    return np.array([longest.get(document, length) for document, length in both], dtype=np.int64)
 
 
 def _without_padding(mine: np.ndarray, real: np.ndarray) -> np.ndarray:
@@ -259,9 +287,8 @@ def _with_positions(
         return arguments
     if layout.num_ranks > 1:
         raise LayoutError("a layout of several ranks needs position_ids beside it: true positions in each document")
-    if len(mine) == rows or not contract.takes_positions:
+    if (len(mine) == rows and not layout.has_trees) or not contract.takes_positions:
         return arguments  # a document a row, or nothing to tell
     ids = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
-    starts = np.cumsum(mine[:, LENGTH]) - mine[:, LENGTH]
-    made = np.arange(rows * tokens) - np.repeat(starts, mine[:, LENGTH])
+    made = layout.position_ids(0)
     return {**arguments, "position_ids": torch.from_numpy(made).view(rows, tokens).to(ids.device)}

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed_distca.data import packed_params
 from deepspeed_distca.data.claims import CUMULATIVE, DESCRIPTIONS, Claim, check_starts, read_claims
+from deepspeed_distca.huggingface.front_door.trees import check_descriptions
 from deepspeed_distca.huggingface.front_door.values import on_host
 from deepspeed_distca.layout import RANK, START, Layout, LayoutError
 
@@ -23,6 +24,10 @@ def documents_of(
     layout = given.get("layout")
     if layout is not None:
         check_layout(layout, rows * tokens, rows, tokens, place)
+        if layout.has_trees:
+            check_descriptions(layout, given, rows, tokens, _rank(layout, place))
+            real = np.ones(rows * tokens, dtype=bool)
+            return layout.filled(), real, _with_mask(arguments, real, rows, tokens)
     given = {**given, **packed_params.fields(given.get(packed_params.NAME))}
     # On the host everything is compared. Of what is on a device nothing is read where the host knows the documents.
     descriptions = {key: given[key] for key in DESCRIPTIONS if given.get(key) is not None}

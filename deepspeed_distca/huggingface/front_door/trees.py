@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches whose layout has trees: what their other descriptions say must be what the layout says, and what a tree
+cannot be exact in is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_distca.data.claims import DESCRIPTIONS
+from deepspeed_distca.data.integers import integers
+from deepspeed_distca.huggingface.contract import Contract
+from deepspeed_distca.huggingface.front_door.values import IGNORE_INDEX, BatchError, on_host
+from deepspeed_distca.layout import (
+    BRANCH_DOCUMENT,
+    BRANCH_LENGTH,
+    BRANCH_PARENT,
+    BRANCH_START,
+    DOCUMENT,
+    LENGTH,
+    RANK,
+    Layout,
+    LayoutError,
+)
+
+
+def check_descriptions(layout: Layout, given: Mapping[str, Any], rows: int, tokens: int, rank: int) -> None:
+    """Compares what a batch says beside its layout.
+
+    Raises:
+        LayoutError: another description than position ids, position ids that are not the layout's, padding, or a row
+            that ends inside a document.
+    """
+    others = [
+        key for key in DESCRIPTIONS if given.get(key) is not None and key not in ("position_ids", "attention_mask")
+    ]
+    if others:
+        raise LayoutError(
+            f"{others[0]} was given beside a layout with trees; nothing but the layout says which branches go on from "
+            "which: leave it out"
+        )
+    mask = given.get("attention_mask")
+    if mask is not None and not bool((torch.as_tensor(mask) == 1).all()):
+        raise LayoutError(
+            "attention_mask: a batch with trees has no padding, and its layout names its documents; leave the mask out"
+        )
+    mine = layout.segments[layout.segments[:, RANK] == rank]
+    inside = np.setdiff1d(np.arange(0, rows * tokens, tokens), np.cumsum(mine[:, LENGTH]) - mine[:, LENGTH])
+    if inside.size:
+        raise LayoutError(
+            f"the end of row {int(inside[0]) // tokens - 1} lies inside a document of the layout; a batch with trees "
+            "is one row of all documents, or cut where documents end"
+        )
+    positions = given.get("position_ids")
+    if positions is None or not on_host(positions):
+        return
+    said, expected = integers("position_ids", positions).reshape(-1), layout.position_ids(rank)
+    if said.size != expected.size:
+        raise LayoutError(
+            f"position_ids have shape {list(np.shape(positions))}; with trees allowed: [{rows}, {tokens}], one for "
+            "each token"
+        )
+    if (said != expected).any():
+        bad = int(np.flatnonzero(said != expected)[0])
+        raise LayoutError(
+            f"position_ids and the layout contradict each other: token {bad % tokens} of row {bad // tokens} has "
+            f"position {int(said[bad])}, in the layout {int(expected[bad])} tokens come before it. Where a branch "
+            "begins, positions go on from its parent's last one (Layout.position_ids gives them)"
+        )
+
+
+def check_model(layout: Layout, contract: Contract) -> None:
+    """Raises LayoutError where a model cannot be exact on the trees of a layout."""
+    reasons = {
+        "something beside core attention passes through a document": contract.rows != "packed",
+        "it takes no position ids": not contract.takes_positions,
+        "it gives one result for a row": contract.whole_rows,
+    }
+    for why, holds in reasons.items():
+        if holds:
+            raise LayoutError(f"{contract.name} cannot run on trees: {why}. Give it the texts apart")
+    shortest, longest = lengths_of_texts(layout)
+    for limit in contract.rope_limits:
+        if ((shortest <= limit) & (longest > limit)).any():
+            raise LayoutError(
+                f"a tree has texts of up to {limit} tokens and longer ones; this model's rotary frequencies are "
+                "others for documents beyond that length (rope_type of its configuration), so that they cannot share "
+                "their beginning. Give them apart"
+            )
+
+
+def lengths_of_texts(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the shortest and of the longest text of each tree, from its first branch to one from which none goes
+    on; int64 [trees] each, in the order of ``Layout.branches``."""
+    branches = layout.branches
+    parents = {(d, p) for d, _, _, p in branches.tolist()}
+    ends = (layout.depths + branches[:, BRANCH_LENGTH]).tolist()
+    found: dict[int, list[int]] = {}
+    for (document, start, _, _), end in zip(branches.tolist(), ends, strict=True):
+        if (document, start) not in parents:
+            found.setdefault(document, []).append(end)
+    shortest, longest = ([pick(ends) for ends in found.values()] for pick in (min, max))
+    return np.array(shortest, dtype=np.int64), np.array(longest, dtype=np.int64)
+
+
+def chains(layout: Layout, mine: np.ndarray) -> np.ndarray:
+    """The segments of a rank with its trees cut into chains: rows each of which attends to the one before it. As
+    segments, each of a document of its own.
+
+    Args:
+        mine: the rows of ``Layout.segments`` of the rank.
+    """
+    found: list[tuple[int, int, int, int]] = []
+    branches = _by_document(layout)
+    for rank, document, start, length in mine.tolist():
+        if document not in branches:
+            found.append((rank, document, start, length))
+            continue
+        ends = _ends(branches[document])
+        for begin, rows, parent in branches[document]:
+            if ends.get(parent) == begin:
+                found[-1] = (*found[-1][:3], found[-1][3] + rows)  # the first branch that goes on from its parent
+            else:
+                found.append((rank, document, 0, rows))
+    return np.array(found, dtype=np.int64).reshape(-1, 4)
+
+
+def check_targets(arguments: Mapping[str, Any], layout: Layout, rank: int) -> None:
+    """Targets of rows behind which several branches begin: what comes next must be the same in all of them.
+
+    Raises:
+        BatchError: it is not. Only looked at on the host.
+    """
+    ids, targets = arguments.get("input_ids"), arguments.get("shift_labels")
+    if targets is None and arguments.get("labels") is not None:
+        targets = torch.nn.functional.pad(arguments["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+    if ids is None or targets is None or not on_host(ids) or not on_host(targets):
+        return
+    ids, targets = ids.reshape(-1), targets.reshape(-1)
+    first = dict(zip(layout.segments[:, DOCUMENT].tolist(), layout.rows.tolist(), strict=True))
+    here = set(layout.segments[layout.segments[:, RANK] == rank, DOCUMENT].tolist())
+    for document, branches in _by_document(layout).items():
+        if document not in here:
+            continue
+        row, ends = first[document], _ends(branches)
+        following: dict[int, set[int]] = {}
+        for begin, _, parent in branches:
+            following.setdefault(parent, set()).add(int(ids[row + begin]))
+        for parent, tokens in following.items():
+            last = row + ends[parent] - 1 if parent >= 0 else 0
+            if parent >= 0 and len(tokens) > 1 and targets[last] != IGNORE_INDEX:
+                raise BatchError(
+                    f"token {last} has the target {int(targets[last])}, but the branches that go on from it begin "
+                    f"with {sorted(tokens)[:8]}. A token has one target: let each branch begin with a copy of the "
+                    f"last token that its texts share, as PrefixCollator does, or give that one none ({IGNORE_INDEX})"
+                )
+
+
+def _by_document(layout: Layout) -> dict[int, list[list[int]]]:
+    """Branches (start, length, parent) by document."""
+    found: dict[int, list[list[int]]] = {}
+    columns = [BRANCH_DOCUMENT, BRANCH_START, BRANCH_LENGTH, BRANCH_PARENT]
+    for document, *branch in layout.branches[:, columns].tolist():
+        found.setdefault(document, []).append(branch)
+    return found
+
+
+def _ends(branches: list[list[int]]) -> dict[int, int]:
+    """Where each branch ends, by its start."""
+    return {start: start + length for start, length, _ in branches}

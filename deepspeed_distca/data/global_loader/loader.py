@@ -49,7 +49,8 @@ class GlobalPackedLoader:
             budget of 0 stores no tokens and only serves attention. The longest document is the sum of the budgets.
         config: the DeepSpeed config, the dict or the path of its file, as ``deepspeed.initialize`` gets it. Read are
             `gradient_accumulation_steps`, and of the ``distca`` block `servers`, `cost_model` and, under `advanced`,
-            `tolerance`, `min_gain` and `server_weights`. Left out: one micro-batch a step and an empty block.
+            `tolerance`, `min_gain`, `server_weights` and `node_size`. Left out: one micro-batch a step and an empty
+            block.
         rank, num_ranks: of the data-parallel ranks; left out, the rank and size of the default process group.
         seed, shuffle: the order of an epoch is a shuffle that depends on (seed, epoch) only. A stream is shuffled
             within a buffer of `shuffle_buffer` documents.
@@ -171,11 +172,16 @@ class GlobalPackedLoader:
         Otherwise a step plans by itself, under the linear work of its first layer. That hides it where rows are long
         and ranks are few.
 
+        The planner knows which ranks share a node, too, as the loader does not, unless `node_size` is in its config:
+        documents are then stored by nodes. So all ranks call this before the same loop, or none.
+
         Args:
             planner: ``engine.distca.planner``. It is copied; a plan of another engine, or of options that have
                 changed, is not used.
         """
-        self._batches = replace(self._batches, planner=planner)
+        placement = dict(self._batches.placement)
+        placement["nodes"] = getattr(planner, "nodes", None) or placement["nodes"]
+        self._batches = replace(self._batches, planner=planner, placement=placement)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next loop; one that was resumed in goes on where it was."""

@@ -16,26 +16,32 @@ travel as well, and how many servers there are:
 How much work short documents will bring, and which are short, is uncertain while the long ones are placed. So several
 assumptions are tried, beside the plain order, and the scheduler itself tells which moves the fewest bytes. Every rank
 computes the same placement without talking to the others.
+
+Where ranks lie on several nodes, documents are dealt out to nodes first, as if each were one rank, and then to the
+ranks of each. So nodes have equal work, and little is left to cross between them.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from deepspeed_distca.data.checks import one_of
 from deepspeed_distca.data.global_loader.whole_documents import divide
-from deepspeed_distca.defaults import MIN_GAIN, TOLERANCE
+from deepspeed_distca.defaults import GRANULARITY, MIN_GAIN, TOLERANCE
 from deepspeed_distca.given import integers
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel, PhaseCost, key_start
+from deepspeed_distca.scheduler.levels import by_levels
 from deepspeed_distca.scheduler.shares import Shares
+from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.traffic import traffic
 
 Placement = Literal["whole", "free", "contiguous", "head_tail"]
@@ -58,7 +64,8 @@ _MOST_RANKS = 64
 _NOTHING = np.iinfo(np.int64).min
 
 Work = Callable[[int, int], int]  # of queries [low, high) of a document
-Pieces = list[list[tuple[int, int, int]]]  # (document, start, length) of each rank
+Piece = tuple[int, int, int]  # (document, start, length)
+Pieces = list[list[Piece]]  # of each rank
 
 
 def place(
@@ -71,6 +78,7 @@ def place(
     server_weights: Sequence[int] | None = None,
     window: int | None = None,
     min_gain: float = MIN_GAIN,
+    nodes: Topology | None = None,
 ) -> Layout:
     """The layout of documents 0..n-1 over ranks.
 
@@ -90,10 +98,12 @@ def place(
         min_gain: the block's, for "free". Rows stay where balance would save less, so that attention may be uneven by
             twice that share: 8 % of attention were 0.7 to 4 % of measured steps on H200s, where moving rows costs 1 to
             2.5 %. 0: bytes alone decide.
+        nodes: of the ranks, for "whole" and "free": nodes get equal work first, and whole documents are taken only
+            where nodes are then within the tolerance, as bytes count between them. None: one node.
 
     Raises:
-        ValueError: lengths, budgets or weights that are no integers or out of range, more tokens than budgets hold, or
-            an unknown placement.
+        ValueError: lengths, budgets or weights that are no integers or out of range, more tokens than budgets hold, an
+            unknown placement, or nodes of another number of ranks.
     """
     one_of("placement", placement, PLACEMENTS)
     lengths, budgets = integers("lengths of documents", lengths, 1), integers("budgets", budgets, 0)
@@ -101,6 +111,10 @@ def place(
         raise ValueError(f"budgets must not all be 0, got {budgets}")
     if sum(lengths) > sum(budgets):
         raise ValueError(f"the documents have {sum(lengths)} tokens, the budgets hold {sum(budgets)}")
+    if nodes is not None and len(nodes.nodes) != len(budgets):
+        raise ValueError(f"nodes must be one for each of the {len(budgets)} ranks, got {len(nodes.nodes)}")
+    if nodes is not None and nodes.size == 1:
+        nodes = None
     budgets = share_tokens(sum(lengths), budgets)
     in_order = _layout(_in_order(lengths, budgets, head_tail=placement == "head_tail"))
     if placement in ("contiguous", "head_tail") or not lengths:
@@ -109,13 +123,25 @@ def place(
     weights = Shares(server_weights, len(budgets), tolerance).weights
 
     def moved(layout: Layout) -> tuple[int, int]:
-        """Bytes over forward and backward, of all ranks and of the one that sends or receives the most."""
-        tasks = balance(layout, cost, tolerance=tolerance, server_weights=server_weights, window=window)
-        rows = traffic(layout, tasks)
-        size = rows.q_rows * cost.heads.step_q_bytes + rows.kv_rows * cost.heads.step_kv_bytes
+        """Bytes over forward and backward, of all ranks and of the one that sends or receives the most. Those between
+        nodes count as many times as NICs are slower, and a key row once a node."""
+        options: dict[str, Any] = dict(tolerance=tolerance, server_weights=server_weights, window=window)
+        step_q, step_kv = cost.heads.step_q_bytes, cost.heads.step_kv_bytes
+        if nodes is None:
+            rows = traffic(layout, balance(layout, cost, **options))
+            size = rows.q_rows * step_q + rows.kv_rows * step_kv
+        else:
+            # Most of the work is backward's. Levels seldom fail at twice the tolerance, and then take half the time.
+            options.update(phase="backward", tolerance=2 * tolerance)
+            tasks = by_levels(layout, cost, nodes, granularity=GRANULARITY, **options)
+            rows = traffic(layout, tasks or balance(layout, cost, **options), nodes)
+            size = rows.q_rows * step_q + rows.dispatched_kv_rows * step_kv
+            size[nodes.across] *= max(1, cost.bytes_per_second // cost.nic_bytes_per_second)
         return int(size.sum()), int(max(size.sum(0).max(), size.sum(1).max()))
 
-    best, fewest = in_order, moved(in_order)
+    best: Layout = in_order
+    # In order, nodes would have whatever work comes.
+    fewest: tuple[float, float] = moved(in_order) if nodes is None else (math.inf, math.inf)
     if fewest[0] == 0:
         return best
     work = work_of(cost, window)
@@ -130,17 +156,23 @@ def place(
     may_be_even = max(works.values()) <= share * max(weights) and sum(weights) <= (1 + uneven) * sum(storing)
     if len(budgets) <= _MOST_RANKS and (anyhow or may_be_even):
         ranks = divide(lengths, budgets, works.__getitem__, weights)
+        if ranks is None and anyhow and len(in_order.segments) == len(lengths):
+            ranks = [[segment.document for segment in in_order.rank(rank)] for rank in range(len(budgets))]
         if ranks is not None:
-            whole = _layout([[(document, 0, lengths[document]) for document in rank] for rank in ranks])
             loads = [sum(works[lengths[document]] for document in rank) for rank in ranks]
-            if anyhow or all(load <= share * w for load, w in zip(loads, weights, strict=True)):
+            even = anyhow or all(load <= share * w for load, w in zip(loads, weights, strict=True))
+            if nodes is not None and not _nodes_are_even(nodes, loads, weights, tolerance):
+                order = _dealt(nodes, loads, list(zip(budgets, weights, strict=True)))
+                ranks, loads = [ranks[i] for i in order], [loads[i] for i in order]
+                even = even and _nodes_are_even(nodes, loads, weights, tolerance)
+            whole = _layout([[(document, 0, lengths[document]) for document in rank] for rank in ranks])
+            if even:
                 return whole
             candidates.append(whole)
-        elif anyhow and len(in_order.segments) == len(lengths):
-            return in_order
+    everything = [(document, 0, n) for document, n in enumerate(lengths)]
     for short, slack in product(_SHORT, sorted({0, int(tolerance * 750)})):  # thousandths: up to 3/4 of the tolerance
         candidates.append(
-            _layout(_by_work(lengths, budgets, storing if any(storing) else weights, work, slack, short))
+            _layout(_by_levels(everything, budgets, storing if any(storing) else weights, work, slack, short, nodes))
         )
     for layout in candidates:
         bytes_moved = moved(layout)
@@ -191,19 +223,66 @@ def _layout(ranks: Pieces) -> Layout:
     return Layout(np.array(rows, dtype=np.int64), len(ranks))
 
 
+def _nodes_are_even(nodes: Topology, loads: list[int], weights: Sequence[int], tolerance: float) -> bool:
+    share = sum(loads) * (1 + tolerance) / sum(weights)
+    return all(sum(loads[r] for r in its) <= share * sum(weights[r] for r in its) for its in nodes.servers)
+
+
+def _dealt(nodes: Topology, loads: list[int], kinds: list[tuple[int, int]]) -> list[int]:
+    """Whose documents each rank gets, so that nodes come to have work by weight; ranks change with those of the same
+    budget and weight only.
+
+    Args:
+        kinds: budget and weight of each rank.
+    """
+    power = [sum(kinds[rank][1] for rank in its) for its in nodes.servers]
+    found, has = [-1] * len(loads), [0] * nodes.size
+    for source in sorted(range(len(loads)), key=lambda rank: (-loads[rank], rank)):
+        free = (rank for rank, kind in enumerate(kinds) if found[rank] < 0 and kind == kinds[source])
+        rank = min(free, key=lambda rank: (has[nodes.nodes[rank]] / (power[nodes.nodes[rank]] or 1), rank))
+        found[rank] = source
+        has[nodes.nodes[rank]] += loads[source]
+    return found
+
+
+def _by_levels(
+    pieces: list[Piece],
+    budgets: Sequence[int],
+    weights: Sequence[int],
+    work: Work,
+    slack: int,
+    short: int,
+    nodes: Topology | None,
+) -> Pieces:
+    """``_by_work`` among nodes and then among the ranks of each, or among all ranks of the only one."""
+    if nodes is None:
+        return _by_work(pieces, budgets, weights, work, slack, short)
+    ranks: Pieces = [[] for _ in budgets]
+    room, power = ([sum(of[rank] for rank in its) for its in nodes.servers] for of in (budgets, weights))
+    for its, part in zip(nodes.servers, _by_work(pieces, room, power, work, slack, short), strict=True):
+        own = [weights[rank] for rank in its]
+        if not any(own):  # others will compute it all
+            own = [1] * len(its)
+        found = _by_work(part, [budgets[rank] for rank in its], own, work, slack, short)
+        for rank, of_rank in zip(its, found, strict=True):
+            ranks[rank] = of_rank
+    return ranks
+
+
 def _by_work(
-    lengths: Sequence[int], budgets: Sequence[int], weights: Sequence[int], work: Work, slack: int, short: int
+    pieces: list[Piece], budgets: Sequence[int], weights: Sequence[int], work: Work, slack: int, short: int
 ) -> Pieces:
     """One free placement under an assumption of what counts as short.
 
     Args:
+        pieces: of documents, which fill the budgets.
         weights: share of the work that each rank's server shall get.
         slack: thousandths by which long pieces may exceed it.
         short: thousandths of a mean share that a short document costs at most.
     """
-    alone = [work(0, n) for n in lengths]
+    alone = [work(start, start + n) for _, start, n in pieces]
     mean = max(1, sum(alone) // sum(w > 0 for w in weights))
-    light = [(n, w) for n, w in zip(lengths, alone, strict=True) if w * 1000 <= mean * short]
+    light = [(n, w) for (_, _, n), w in zip(pieces, alone, strict=True) if w * 1000 <= mean * short]
     by_token = sum(w for _, w in light) // max(1, sum(n for n, _ in light))  # what short documents will bring
     tokens = np.array(budgets, dtype=np.int64)
     shares = [sum(alone) * w * (1000 + slack) // (sum(weights) * 1000) for w in weights]
@@ -219,20 +298,20 @@ def _by_work(
         """What tokens [low, high) of a document bring more than short documents would."""
         return work(low, high) - by_token * (high - low)
 
-    waiting = [(-n, document) for document, n in enumerate(lengths)]  # the first `n` tokens of a document
+    waiting = [(-n, document, start) for document, start, n in pieces]  # the first `n` tokens from there on
     heapify(waiting)
     while waiting:
-        high, document = heappop(waiting)
-        low, high = 0, -high
-        fits, long = tokens.max() >= high, work(0, high) * 1000 > mean * short
-        rank = emptiest(high if fits else 1)
-        if not fits or (long and room[rank] < added(0, high) - mean * _EXCESS // 1000):
+        length, document, start = heappop(waiting)
+        low, high = start, start - length
+        fits, long = tokens.max() >= high - start, work(start, high) * 1000 > mean * short
+        rank = emptiest(high - start if fits else 1)
+        if not fits or (long and room[rank] < added(start, high) - mean * _EXCESS // 1000):
             other = emptiest(1)
             if long and room[other] * 1000 > mean * _LEAST_ROOM:
                 # As many of the last tokens as its work and tokens allow, at least one.
-                rank, low = other, max(0, high - int(tokens[other]))
+                rank, low = other, max(start, high - int(tokens[other]))
                 fitting = range(low, high - 1)
-                low += bisect_left(fitting, True, key=lambda start: added(start, high) <= room[rank])
+                low += bisect_left(fitting, True, key=lambda cut: added(cut, high) <= room[rank])
                 if high - low > 4 * _TILE:
                     low = -(-low // _TILE) * _TILE
             elif not fits:  # it is cut for tokens alone
@@ -241,6 +320,6 @@ def _by_work(
         ranks[rank].append((document, low, high - low))
         tokens[rank] -= high - low
         room[rank] -= added(low, high)
-        if low:
-            heappush(waiting, (-low, document))
+        if low > start:
+            heappush(waiting, (start - low, document, start))
     return ranks

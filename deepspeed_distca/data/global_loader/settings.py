@@ -13,6 +13,7 @@ from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.given import integer, shown
 from deepspeed_distca.scheduler.profiles import Profile, ProfileError
 from deepspeed_distca.scheduler.shares import Shares
+from deepspeed_distca.scheduler.topology import Topology
 
 _ACCUMULATION = "gradient_accumulation_steps"
 #: Arguments of earlier versions, and where they are said now.
@@ -50,15 +51,16 @@ def read_settings(
     servers = num_ranks if block.servers is None else block.servers
     if num_ranks % servers:
         raise DistCAConfigError(f"`{BLOCK}.servers` was given {servers}; allowed: a divisor of the {num_ranks} ranks")
+    first = rank // servers * servers
     advanced, weights, cost = block.advanced, block.advanced.server_weights, None
     if weights is not None:
         if len(weights) != num_ranks:
             raise DistCAConfigError(
                 f"`{BLOCK}.advanced.server_weights` must be one for each of the {num_ranks} ranks, got {len(weights)}"
             )
-        for first in range(0, num_ranks, servers):  # of all groups: an error is one on every rank
-            Shares(weights[first : first + servers], servers, 0.0)
-        weights = weights[rank // servers * servers :][:servers]
+        for group in range(0, num_ranks, servers):  # of all groups: an error is one on every rank
+            Shares(weights[group : group + servers], servers, 0.0)
+        weights = weights[first : first + servers]
     if block.cost_model is not None:
         try:
             cost = Profile.load(Path(block.cost_model)).cost
@@ -66,6 +68,9 @@ def read_settings(
             raise DistCAConfigError(
                 f"`{BLOCK}.cost_model` was given {block.cost_model!r}, which the loader of every rank reads: {error}"
             ) from None
+    nodes = None
+    if advanced.node_size is not None:
+        nodes = Topology.of_size(advanced.node_size, range(first, first + servers))
     # As DeepSpeed finds it: given, or what the two batch sizes leave.
     steps = values.get(_ACCUMULATION)
     whole, micro = values.get("train_batch_size"), values.get("train_micro_batch_size_per_gpu")
@@ -79,6 +84,7 @@ def read_settings(
             "tolerance": advanced.tolerance,
             "server_weights": weights,
             "min_gain": MIN_GAIN if advanced.min_gain is None else advanced.min_gain,
+            "nodes": nodes,
         },
     )
 

@@ -95,7 +95,8 @@ def test_exact_fill_meets_every_budget(placement: str) -> None:
 def test_resume_in_the_middle_of_an_epoch(workers: int, streamed: bool) -> None:
     documents = spread(90)
     data = (lambda: iter(documents)) if streamed else documents
-    options = dict(rank=1, num_ranks=3, tokens_per_rank=48, config=config(3), num_workers=workers, shuffle_buffer=20)
+    given = config(3, advanced={"node_size": 2})
+    options = dict(rank=1, num_ranks=3, tokens_per_rank=48, config=given, num_workers=workers, shuffle_buffer=20)
     loader = GlobalPackedLoader(data, **options)
     state, expected = loader.state_dict(), [list(loader), list(loader)]
     assert state == GlobalPackedLoader(data, **options).state_dict()

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from deepspeed_distca.data.global_loader.placement import place, share_tokens
 from deepspeed_distca.layout import Segment
 from deepspeed_distca.scheduler import CostModel, Heads, balance
+from deepspeed_distca.scheduler.levels import by_levels
+from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.traffic import traffic
 
 COST = CostModel.area(Heads(query=4, key_value=1, head_dim=8))
@@ -30,12 +32,15 @@ def lengths_of(layout) -> dict[int, int]:
     st.sampled_from(["free", "whole", "contiguous", "head_tail"]),
     st.booleans(),
     st.none() | st.integers(1, 300),
+    st.integers(1, 9),
 )
-def test_every_token_is_stored_once_and_budgets_are_met(lengths, parts, placement, full, window) -> None:
+def test_every_token_is_stored_once_and_budgets_are_met(lengths, parts, placement, full, window, node_size) -> None:
     # Budgets in proportion to `parts`, as large as the documents or larger.
     total = sum(lengths) if full else 2 * sum(lengths) + 3
     budgets = share_tokens(max(1, total), parts) if total >= sum(parts) else [n * (sum(lengths) + 1) for n in parts]
-    layout = place(lengths, budgets, placement=placement, cost=COST, window=window).validate()
+    options = dict(placement=placement, cost=COST, window=window)
+    nodes = Topology.of_size(node_size, len(parts))
+    layout = place(lengths, budgets, **options, nodes=nodes).validate()
     assert lengths_of(layout) == dict(enumerate(lengths))
     assert (layout.tokens <= budgets).all()
     if sum(budgets) == sum(lengths):
@@ -43,7 +48,11 @@ def test_every_token_is_stored_once_and_budgets_are_met(lengths, parts, placemen
     else:  # the same part of every budget, to a token
         share = np.array(budgets) * sum(lengths) / sum(budgets)
         assert (abs(layout.tokens - share) < 1 + 1e-9).all()
-    assert layout == place(lengths, budgets, placement=placement, cost=COST, window=window)
+    assert layout == place(lengths, budgets, **options, nodes=nodes)
+    known = place(lengths, budgets, **options)
+    assert layout.tokens.tolist() == known.tokens.tolist()
+    if nodes.size == 1 or placement in ("contiguous", "head_tail"):
+        assert np.array_equal(layout.segments, known.segments)
 
 
 def test_documents_in_order() -> None:
@@ -97,6 +106,64 @@ def test_free_placement_moves_fewer_bytes(seed: int) -> None:
     assert free[1] < contiguous[1]
 
 
+def uneven(seed: int, ranks: int, tokens: int, longest: int) -> list[int]:
+    """Lengths of a few long documents and many short ones, which fill the ranks."""
+    rng, left, lengths = np.random.default_rng(seed), ranks * tokens, []
+    while left:
+        length = int(rng.integers(longest // 4, longest) if rng.random() < 0.1 else rng.integers(16, tokens // 16))
+        lengths.append(min(length, left))
+        left -= lengths[-1]
+    return lengths
+
+
+def across(layout, nodes: Topology) -> tuple[int, float]:
+    """Rows that cross nodes, and the work of the node that has most at home, over the mean."""
+    options = dict(phase="backward", tolerance=0.02)
+    tasks = by_levels(layout, COST, nodes, granularity=128, **options) or balance(layout, COST, **options)
+    rows = traffic(layout, tasks, nodes)
+    loads = np.array([tasks.loads_before[its].sum() / len(its) for its in nodes.servers])
+    return int((rows.q_rows + rows.dispatched_kv_rows)[nodes.across].sum()), float(loads.max() / loads.mean())
+
+
+@pytest.mark.parametrize("placement", ["whole", "free"])
+@pytest.mark.parametrize("seed", range(3))
+def test_nodes_have_equal_work(placement: str, seed: int) -> None:
+    # Nodes that are not consecutive ranks, as well.
+    nodes = Topology((0, 1, 2) * 4) if seed == 2 else Topology.of_size(4, 12)
+    lengths, budgets = uneven(seed, 12, 8192, 16384), [8192] * 12
+    known, unknown = (
+        across(place(lengths, budgets, placement=placement, cost=COST, nodes=given), nodes) for given in (nodes, None)
+    )
+    assert known[1] < 1.04, (known, unknown)
+    assert known[0] < 0.5 * unknown[0], (known, unknown)
+
+
+def test_whole_documents_are_cut_where_nodes_would_be_uneven() -> None:
+    # Two documents of a rank each: whole, one of three nodes has none.
+    lengths, budgets = [4096, 4096, *[64] * 256], [4096] * 6
+    nodes = Topology.of_size(2, 6)
+    whole, known = (place(lengths, budgets, cost=COST, nodes=given) for given in (None, nodes))
+    assert len(whole.segments) == len(lengths) and across(whole, nodes)[1] > 1.4
+    assert len(known.segments) > len(lengths) and across(known, nodes)[1] < 1.03
+    # Where whole documents can be dealt out evenly, none is.
+    lengths = [4096] * 3 + [64] * 192
+    known = place(lengths, budgets, cost=COST, nodes=nodes)
+    assert len(known.segments) == len(lengths) and across(known, nodes) == (0, 1.0)
+
+
+def test_nodes_of_other_sizes_and_speeds() -> None:
+    lengths, budgets = uneven(1, 12, 8192, 16384), [8192] * 12
+    nodes, weights = Topology((*[0] * 4, *[1] * 8)), [3] * 4 + [2] * 8
+    layout = place(lengths, budgets, cost=COST, nodes=nodes, server_weights=weights).validate()
+    assert layout.tokens.tolist() == budgets
+    before = balance(layout, COST, server_weights=weights).loads_before
+    assert before[:4].sum() == pytest.approx(before.sum() * 3 / 7, rel=0.05)
+    # A node that computes nothing stores its tokens all the same.
+    weights = [0, 0, *[1] * 10]
+    layout = place(lengths, budgets, cost=COST, nodes=nodes, server_weights=weights).validate()
+    assert layout.tokens.tolist() == budgets
+
+
 def test_documents_that_fit_are_not_cut() -> None:
     # Two of each kind: whole on two ranks they are balanced, and nothing has to move.
     lengths = [1000, 24, 500, 500, 24, 1000, 1000, 24, 500, 500, 24, 1000]
@@ -126,6 +193,8 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises(ValueError, match="must be|must not|tokens, the budgets"):
             place(lengths, budgets, **options)
+    with pytest.raises(ValueError, match="nodes must be one for each of the 2 ranks, got 3"):
+        place([1], [4, 4], nodes=Topology((0, 1, 1)))
     for lengths, budgets in (([1.5], [4]), ([1], [4.0]), (["1"], [4])):
         with pytest.raises(ValueError, match="must be whole numbers"):
             place(lengths, budgets)

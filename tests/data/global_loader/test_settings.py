@@ -9,6 +9,8 @@ import pytest
 
 from deepspeed_distca.config import DistCAConfigError
 from deepspeed_distca.data.global_loader import GlobalPackedLoader
+from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.topology import Topology
 from tests.data.batches import same, spread
 from tests.data.configs import by_pairs, config
 
@@ -39,6 +41,36 @@ def test_the_deepspeed_config_says_what_both_must_know(tmp_path) -> None:
     for same_config in (path, str(path)):
         assert same(list(GlobalPackedLoader(documents, 64, same_config, rank=3, num_ranks=4)), expected)
     assert not same(list(GlobalPackedLoader(documents, 64, config(2, servers=2), rank=3, num_ranks=4)), expected)
+
+
+@pytest.mark.parametrize("rank", [0, 3, 5])
+def test_documents_are_stored_by_nodes(rank: int) -> None:
+    """Of the config, or of the engine's planner; the same on all ranks of a group, and as ever with one node."""
+    documents, place = spread(120), dict(tokens_per_rank=64, rank=rank, num_ranks=8)
+
+    def layouts(advanced: dict | None = None, *, servers: int = 8, nodes: Topology | None = None) -> list[Layout]:
+        given = config(2, servers=servers, cost_model=by_pairs(), advanced=advanced or {})
+        loader = GlobalPackedLoader(documents, config=given, **place)
+        if nodes is not None:
+            loader.plan_ahead(_Planner(nodes))
+        return [batch["layout"] for batch in loader]
+
+    flat, of_two = layouts(), layouts({"node_size": 2})
+    assert of_two != flat
+    assert [layout.tokens.tolist() for layout in of_two] == [layout.tokens.tolist() for layout in flat]
+    assert layouts({"node_size": 8}) == flat == layouts(nodes=Topology.of_size(8, 8))
+    assert layouts(nodes=Topology.of_size(2, 8)) == of_two
+    assert layouts({"node_size": 4}, servers=4) == layouts(servers=4) != layouts({"node_size": 2}, servers=4)
+    place["rank"] = 7
+    assert layouts({"node_size": 2}) == of_two
+
+
+class _Planner:
+    def __init__(self, nodes: Topology) -> None:
+        self.nodes = nodes
+
+    def __call__(self, layout: Layout) -> None:
+        pass
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,18 @@
     OMP_NUM_THREADS=1 python benchmarks/nodes.py --servers 64 128 256 512 [--json FILE] [--save FILE]
 
 Nodes of 8 GPUs, 65,536 tokens a GPU, Llama 3 8B's heads, the shipped cost model of an H200, tolerance 0.02; one batch
-of each workload, context and order, in a contiguous layout and a head-tail one. Links carry 450 GB/s within a node and
-50 GB/s between nodes, each way a GPU, and take 78 us. "Flat" is the plan that knows no nodes, whose rows travel to
-each server that needs them; "levels" the one that balances nodes and then the servers of each, or flat where that is
-not within the tolerance, whose rows cross once to a node; "chosen" what `Worth` takes in each phase: one of these, one
-of less balance, or everything at home. "Across" are MiB that cross nodes, sent by the mean GPU in forward and backward
-of a layer, "worst NIC" what the busiest one sends or receives. "Planning" is processor time of both phases, the least
-of three times. Seconds are those of a layer's attention, forward and backward, as `phase_seconds` predicts them: with
-everything at home ("plain", where documents that continue on other ranks are exchanged), by these plans, by those that
-are chosen for two nano-batches ("in two": `ping_pong` and what it costs), by either choice if all NICs of a node
-carried equal parts of what crosses, for nothing ("even NICs"), and with attention evened out for nothing ("ideal").
-Nothing is measured but the planning.
+of each workload, context and order, in a contiguous layout and a head-tail one, and as `GlobalPackedLoader` places its
+documents with "whole", by nodes and as if there were none ("placing" is processor time of that). Links carry 450 GB/s
+within a node and 50 GB/s between nodes, each way a GPU, and take 78 us. "Flat" is the plan that knows no nodes, whose
+rows travel to each server that needs them; "levels" the one that balances nodes and then the servers of each, or flat
+where that is not within the tolerance, whose rows cross once to a node; "chosen" what `Worth` takes in each phase: one
+of these, one of less balance, or everything at home. "Across" are MiB that cross nodes, sent by the mean GPU in
+forward and backward of a layer, "worst NIC" what the busiest one sends or receives. "Planning" is processor time of
+both phases, the least of three times. Seconds are those of a layer's attention, forward and backward, as
+`phase_seconds` predicts them: with everything at home ("plain", where documents that continue on other ranks are
+exchanged), by these plans, by those that are chosen for two nano-batches ("in two": `ping_pong` and what it costs), by
+either choice if all NICs of a node carried equal parts of what crosses, for nothing ("even NICs"), and with attention
+evened out for nothing ("ideal"). Nothing is measured but planning and placing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from typing import Any
 import numpy as np
 from workloads.sampling import NAMES, layouts
 
-from deepspeed_distca.layout import Layout
+from deepspeed_distca.data.global_loader.placement import place
+from deepspeed_distca.layout import DOCUMENT, LENGTH, Layout
 from deepspeed_distca.scheduler import Heads, Tasks, balance
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 from deepspeed_distca.scheduler.levels import by_levels
@@ -56,6 +58,7 @@ COLUMNS = {
     "context": "context",
     "shuffled": "shuffled",
     "homes": "homes",
+    "placement": "placement",
     "servers": "GPUs",
     "flat_across_mib": "flat: across",
     "flat_worst_nic_mib": "worst NIC",
@@ -77,6 +80,7 @@ COLUMNS = {
     "in_two_even_s": "even NICs",
     "in_two_planning_ms": "planning ms",
     "ideal_s": "ideal",
+    "placing_ms": "placing ms",
 }
 
 
@@ -164,17 +168,28 @@ def timed(plan: Callable[[], Any]) -> tuple[Any, float]:
     return made, min(took) * 1e3
 
 
+def placed(layout: Layout, nodes: Topology | None) -> Layout:
+    """A layout's documents as the loader places them."""
+    lengths = np.bincount(layout.segments[:, DOCUMENT], layout.segments[:, LENGTH]).astype(np.int64)
+    return place(lengths, layout.tokens, cost=cost_model(), tolerance=TOLERANCE, min_gain=MIN_GAIN, nodes=nodes)
+
+
 def rows(servers: int) -> Iterator[dict[str, Any]]:
-    """A row of each workload, context, order and layout."""
+    """A row of each workload, context, order, layout and placement."""
     topology = Topology.of_size(NODE_SIZE, servers)
     for name in NAMES:
         for context in CONTEXTS:
             for shuffle in (None, 1):
+                about = {"workload": name, "context": context, "shuffled": shuffle is not None, "servers": servers}
+                wanted = dict(context=context, servers=servers, shuffle=shuffle, tokens=TOKENS, batches=1)
                 for homes in ("contiguous", "head-tail"):
-                    about = {"workload": name, "context": context, "shuffled": shuffle is not None, "homes": homes}
-                    wanted = dict(context=context, servers=servers, shuffle=shuffle, head_tail=homes == "head-tail")
-                    for layout in layouts(name, tokens=TOKENS, batches=1, **wanted):
-                        yield {**about, "servers": servers, **row(layout, topology)}
+                    layout = next(layouts(name, head_tail=homes == "head-tail", **wanted))
+                    how = {"homes": homes, "placement": "in order", "placing_ms": 0.0}
+                    yield {**about, **how, **row(layout, topology)}
+                for placement, nodes in (("no nodes", None), ("by nodes", topology)):
+                    found, ms = timed(partial(placed, layout, nodes))
+                    how = {"homes": "whole", "placement": placement, "placing_ms": ms}
+                    yield {**about, **how, **row(found, topology)}
 
 
 def shown(key: str, value: Any) -> str:

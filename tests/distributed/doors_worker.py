@@ -297,6 +297,28 @@ def stand_in() -> float:
     return max(float(p.grad.abs().max()) for p in engine.module.parameters())
 
 
+def embeddings_given() -> float:
+    """Rank 1 has no documents, and nothing is trained but what makes the embeddings: backward comes through attention
+    there too, for rank 0's rows."""
+
+    def make() -> LlamaForCausalLM:
+        model = llama()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("embed" in name)
+        return model
+
+    given = documents(LENGTHS[:1])
+    wanted, references = alone(make(), given)
+    engine = engine_of(make())
+    embed = engine.module.get_input_embeddings()
+    batch = collated(given if dist.get_rank() == 0 else [])
+    loss = engine(inputs_embeds=embed(batch.pop("input_ids")), **batch).loss
+    engine.backward(loss)
+    error = abs(float(loss.detach()) / 2 - wanted) / wanted if dist.get_rank() == 0 else float(loss.detach())
+    reference = max(references, key=lambda gradient: float(gradient.norm()))
+    return max(error, float((embed.weight.grad - reference).norm() / reference.norm()))
+
+
 def own_mean() -> float:
     """Token classification takes the mean of its own targets: the plugin weights it over all ranks."""
 
@@ -420,6 +442,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "a model without position ids": shifted_model,
     "router loss of padded rows": router_loss,
     "a stand-in token": stand_in,
+    "embeddings where a rank has no documents": embeddings_given,
     "own mean": own_mean,
     "a micro-batch that is given up": a_micro_batch_given_up,
     "one result a row": one_result_a_row,

@@ -329,6 +329,7 @@ def test_a_batch_without_tokens_gets_one_that_is_in_no_loss():
         shapes = {key: tuple(v.shape) for key, v in admitted.arguments.items() if torch.is_tensor(v)}
         assert shapes == {**{key: (1, 1, *v.shape[2:]) for key, v in ids.items()}, "labels": (1, 1)}
         assert admitted.arguments["labels"].item() == -100 and admitted.arguments["use_cache"] is False
+        assert names_documents({**ids, "position_ids": nothing})  # in evaluation too
     padding = come_in(attention_mask=torch.zeros(1, 10).long())
     assert padding.nothing and padding.micro_batch.targets == 0 and padding.arguments["attention_mask"] is None
 

@@ -158,8 +158,12 @@ def admit(
 
 
 def names_documents(given: Mapping[str, Any]) -> bool:
-    """Whether a batch tells several documents of a row apart, other than by padding: for evaluation, where any other
-    batch goes the model's own way. Position ids and masks on a device are read, which waits for it."""
+    """Whether a batch tells several documents of a row apart, other than by padding, or has no token at all: for
+    evaluation, where any other batch goes the model's own way. Position ids and masks on a device are read, which
+    waits for it."""
+    ids = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
+    if torch.is_tensor(ids) and not ids.numel():
+        return True
     if any(given.get(key) is not None for key in ("layout", "seq_idx", packed_params.NAME, *CUMULATIVE)):
         return True
     mask, positions = given.get("attention_mask"), given.get("position_ids")
@@ -261,15 +265,18 @@ def _check_rows(mine: np.ndarray, whole: np.ndarray, rows: int, tokens: int, con
 
 
 def stand_in(arguments: Mapping[str, Any], token: int = 0) -> dict[str, Any]:
-    """One token, without a target, in a batch that has none: HuggingFace models cannot run without."""
+    """One token, without a target, in a batch that has none: HuggingFace models cannot run without. Embeddings need a
+    gradient if those given do, or backward would not come through layers through which it comes on other ranks."""
     if all(shape_of(arguments)):
         return dict(arguments)
-    return {
-        key: value.new_full((1, 1, *value.shape[2:]), token if key == "input_ids" else _EMPTY_VALUES[key])
-        if key in _EMPTY_VALUES and torch.is_tensor(value)
-        else value
-        for key, value in arguments.items()
-    }
+    found = dict(arguments)
+    for key, value in arguments.items():
+        if key in _EMPTY_VALUES and torch.is_tensor(value):
+            fill = token if key == "input_ids" else _EMPTY_VALUES[key]
+            found[key] = value.new_full((1, 1, *value.shape[2:]), fill)
+            if value.requires_grad:
+                found[key] = found[key] + value.sum()
+    return found
 
 
 def _with_positions(

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.core_attention import core_attention
-from deepspeed_distca.attention_server.exchange.base import NoExchange
 from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from deepspeed_distca.attention_server.kernels import Kernel, make_kernel, select_kernel
 from deepspeed_distca.attention_server.rank_plan import RankPlan
@@ -30,7 +29,8 @@ NAMES = ("out", "dq", "dk", "dv")
 def check(seed: int, kernel: str) -> list[dict]:
     """Relative errors of out, dq, dk, dv on this rank for every case, and the plain kernel's own errors."""
     rank, world, device, group = processes.start(120)
-    moves = NoExchange() if world == 1 else make_exchange("peer_copy", group, device, timeout=60, staging_mib=256)
+    kind = "nccl" if world == 1 else "peer_copy"  # ranks that share a GPU cannot use NCCL
+    moves = make_exchange(kind, group, device, timeout=60, staging_mib=256)
     chosen = select_kernel(
         kernel, device=device, dtype=torch.bfloat16, q_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=DIM
     )

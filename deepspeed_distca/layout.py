@@ -30,6 +30,9 @@ class Segment(NamedTuple):
 #: Columns of ``Layout.segments``.
 RANK, DOCUMENT, START, LENGTH = range(4)
 
+#: Columns of ``Layout.contexts``.
+CONTEXT_DOCUMENT, CONTEXT_START, CONTEXT_LENGTH, CONTEXT_RANK, CONTEXT_ROW = range(5)
+
 #: Columns of ``Layout.branches``; BRANCH_START and BRANCH_LENGTH are rows of the document.
 BRANCH_DOCUMENT, BRANCH_START, BRANCH_LENGTH, BRANCH_PARENT = range(4)
 
@@ -49,6 +52,8 @@ class Layout:
         num_ranks: how many ranks there are; a rank may have no segment.
         branches: int64 [num_branches, 4], columns (document, start, length, parent), ordered by document and start:
             the branches of documents that are trees, [0, 4] where there is none. Read-only.
+        contexts: int64 [num_contexts, 5], columns (document, start, length, rank, row): rows that documents attend to
+            and that are stored elsewhere on their rank, [0, 5] but in what :meth:`for_window` makes. Read-only.
 
     Document ids are global: the same id on two ranks is one document. Every document must be there from
     position 0 to its end exactly once, which :meth:`validate` checks.
@@ -61,15 +66,19 @@ class Layout:
     and only its position ids (:meth:`position_ids`) go back where a branch begins.
     """
 
-    __slots__ = ("_order", "_pieces", "branches", "num_ranks", "segments")
+    __slots__ = ("_apart", "_order", "_pieces", "branches", "contexts", "num_ranks", "segments")
 
-    def __init__(self, segments: np.ndarray, num_ranks: int, branches: np.ndarray | None = None) -> None:
-        self.segments = np.ascontiguousarray(_int64(segments, "segments")).reshape(-1, 4).view()
-        self.segments.flags.writeable = False  # the two below are made of them once
-        given = np.zeros((0, 4), dtype=np.int64) if branches is None else _int64(branches, "branches")
-        self.branches = np.ascontiguousarray(given).reshape(-1, 4).view()
-        self.branches.flags.writeable = False
+    def __init__(
+        self,
+        segments: np.ndarray,
+        num_ranks: int,
+        branches: np.ndarray | None = None,
+        contexts: np.ndarray | None = None,
+    ) -> None:
+        self.segments = _read_only(segments, 4, "segments")  # what is below is made of them once
+        self.branches, self.contexts = _read_only(branches, 4, "branches"), _read_only(contexts, 5, "contexts")
         self.num_ranks = int(num_ranks)
+        self._apart: Layout | None = None
         self._order: np.ndarray | None = None
         self._pieces: np.ndarray | None = None
 
@@ -206,6 +215,8 @@ class Layout:
                 ``MAX_TOKENS`` tokens, a document that is not there from 0 to its end exactly once, or branches that
                 are no trees stored depth first in one segment each.
         """
+        if len(self.contexts):
+            return self  # made of a layout that was looked at
         self._validate_segments()
         if len(self.branches):
             self._validate_branches()
@@ -295,7 +306,7 @@ class Layout:
     def is_whole(self) -> bool:
         """Whether every document lies in one segment."""
         document = self.segments[self.order, DOCUMENT]
-        return not (document[1:] == document[:-1]).any()
+        return not len(self.contexts) and not (document[1:] == document[:-1]).any()
 
     @property
     def has_trees(self) -> bool:
@@ -315,6 +326,46 @@ class Layout:
                 if tree in places:
                     found[places[tree] + row : places[tree] + row + rows] -= shift
         return found
+
+    def for_window(self, window: int | None) -> Layout:
+        """The layout as layers with a window see it: itself, unless there are trees with a text that is longer than
+        the window. Their branches are documents of their own then, and so numbered, each of whose rows begin where
+        they stand in their text; what they attend to above is their context, which servers copy."""
+        if window is None or not self.has_trees or self.longest_text <= window:
+            return self
+        if self._apart is None:
+            self._apart = self._branches_apart()
+        return self._apart
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text of a tree, from its first branch to one from which none goes on; 0 without."""
+        return int((self.depths + self.branches[:, BRANCH_LENGTH]).max(initial=0))
+
+    def _branches_apart(self) -> Layout:
+        branches: dict[int, list[list[int]]] = {}
+        for document, *branch in self.branches.tolist():
+            branches.setdefault(document, []).append(branch)
+        segments, contexts, numbers = list[tuple[int, ...]](), list[tuple[int, ...]](), dict[int, int]()
+        documents = 0  # so many have a number
+        for (rank, document, start, length), first in zip(self.segments.tolist(), self.rows.tolist(), strict=True):
+            if document not in branches:
+                number = numbers.setdefault(document, documents)
+                documents += number == documents
+                segments.append((rank, number, start, length))
+                continue
+            above: dict[int, list[tuple[int, int]]] = {
+                -1: []
+            }  # (first row, rows) of all down to a branch, by its start
+            for begin, rows, parent in branches[document]:
+                depth = 0
+                for row, count in above[parent]:
+                    contexts.append((documents, depth, count, rank, row))
+                    depth += count
+                segments.append((rank, documents, depth, rows))
+                above[begin] = [*above[parent], (first + begin, rows)]
+                documents += 1
+        return Layout(np.array(segments), self.num_ranks, None, np.array(contexts, dtype=np.int64))
 
     @property
     def depths(self) -> np.ndarray:
@@ -407,6 +458,13 @@ class Layout:
     def __repr__(self) -> str:
         kinds = f"segments={len(self.segments)}" + (f", branches={len(self.branches)}" if self.has_trees else "")
         return f"Layout(num_ranks={self.num_ranks}, {kinds}, tokens={self.tokens.tolist()})"
+
+
+def _read_only(rows: np.ndarray | None, columns: int, name: str) -> np.ndarray:
+    given = np.zeros((0, columns), dtype=np.int64) if rows is None else _int64(rows, name)
+    array = np.ascontiguousarray(given).reshape(-1, columns).view()
+    array.flags.writeable = False
+    return array
 
 
 def _int64(values: Any, name: str) -> np.ndarray:

@@ -115,6 +115,7 @@ class PhasePlanner:
 
     def plan(self, layout: Layout, window: int | None, phase: Phase, layers: int) -> PlannedPhase:
         """The plan of a phase of so many layers with one window."""
+        layout = layout.for_window(window)
         home = self._homes.get(window)
         if home is None or home.layout is not layout:
             home = self._homes[window] = _Home(layout, window, self._server, self._options.nodes)

@@ -264,7 +264,8 @@ class AttentionServer:
             )
         plans = {}
         for window in self._layers:
-            part = RankPlan(RouteCompiler(layout, home_tasks(layout, window)).rank(0))
+            seen = layout.for_window(window)
+            part = RankPlan(RouteCompiler(seen, home_tasks(seen, window)).rank(0))
             plans[window] = LayerPlan.whole(part, part)
         # Not timed: outside the optimizer steps, whose statistics stay as they are.
         return StepPlan(plans, self._untimed)
@@ -318,4 +319,4 @@ class AttentionServer:
         self._steps[-1].planning_ms += (time.perf_counter() - start) * 1e3
         self._steps[-1].add(planned)
         if layout is not None and planned[0].phase == "forward":
-            self._last = layout, planned[0]
+            self._last = layout.for_window(planned[0].window), planned[0]

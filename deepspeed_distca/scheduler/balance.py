@@ -27,7 +27,7 @@ import numpy as np
 
 from deepspeed_distca.defaults import GRANULARITY, TOLERANCE
 from deepspeed_distca.given import integer, number
-from deepspeed_distca.layout import MAX_TOKENS, PIECE_DOCUMENT, PIECE_RANK, PIECE_START, Layout
+from deepspeed_distca.layout import CONTEXT_DOCUMENT, MAX_TOKENS, PIECE_DOCUMENT, PIECE_RANK, PIECE_START, Layout
 from deepspeed_distca.scheduler.cost_model import MAX_COST, UNITS_PER_SECOND, CostModel, Phase
 from deepspeed_distca.scheduler.cuts import UnitCuts, costliest_shard
 from deepspeed_distca.scheduler.dealing import Dealing
@@ -35,7 +35,7 @@ from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.holdings import number_documents
 from deepspeed_distca.scheduler.moves import Moves
 from deepspeed_distca.scheduler.shares import MAX_TOLERANCE, Shares
-from deepspeed_distca.scheduler.tasks import SERVER, Tasks, home_tasks, task_costs, task_rows
+from deepspeed_distca.scheduler.tasks import SERVER, TASK_DOCUMENT, Tasks, home_tasks, task_costs, task_rows
 from deepspeed_distca.scheduler.traffic import rows_between
 from deepspeed_distca.scheduler.units import Units
 
@@ -218,7 +218,9 @@ def row_costs(heads: Heads, phase: Phase, bytes_per_second: int) -> tuple[int, i
 
 def _received_at_home(layout: Layout, window: int | None) -> list[int]:
     """Key/value rows that each rank must receive for its own queries."""
-    _, kv = rows_between(layout.pieces, home_tasks(layout, window), layout.num_ranks)
+    rows = home_tasks(layout, window)
+    rows = rows[~np.isin(rows[:, TASK_DOCUMENT], layout.contexts[:, CONTEXT_DOCUMENT])]  # whose keys are there
+    _, kv = rows_between(layout.pieces, rows, layout.num_ranks)
     np.fill_diagonal(kv, 0)
     return kv.sum(axis=0).tolist()
 

@@ -31,7 +31,7 @@ def digest(
     """
     rows = tasks.rows if isinstance(tasks, Tasks) else tasks
     state = blake2b(f"distca 1 {phase} {window} {layout.num_ranks}".encode(), digest_size=8)
-    for array in (layout.segments, layout.branches, rows):
+    for array in (layout.segments, layout.branches, layout.contexts, rows):
         state.update(f" {array.shape} ".encode())
         # Little-endian whatever the machine, so that unlike hosts agree.
         state.update(np.ascontiguousarray(array).astype("<i8").tobytes())

@@ -95,8 +95,10 @@ def _once_a_node(runs: np.ndarray, node: np.ndarray) -> np.ndarray:
     from_home = begins.copy()
     from_home[1:] |= ends[1:] > reach[:-1]
     # Whoever begins no later and ends the furthest so far gets its rows from the home, and has these, too.
-    relay = np.maximum.accumulate(np.where(from_home, np.arange(len(order)), 0))
-    source[order[~from_home]] = order[relay[~from_home]]
+    relay = order[np.maximum.accumulate(np.where(from_home, np.arange(len(order)), 0))]
+    # A server that has rows twice, for texts that share them, is sent them twice.
+    on = ~from_home & (server[order] != server[relay])
+    source[order[on]] = relay[on]
     return source
 
 
@@ -116,7 +118,7 @@ def _relay(
         sends, relay = senders[0]
         _, _, first, _, rows = runs[relay]
         covered = first <= run[HOME_ROW] and run[HOME_ROW] + run[ROWS] <= first + rows
-        if not covered or sends + run[ROWS] >= load[home]:
+        if not covered or sends + run[ROWS] >= load[home] or runs[relay][SERVER] == run[SERVER]:
             continue
         source[place] = index[relay]
         load[home] -= run[ROWS]

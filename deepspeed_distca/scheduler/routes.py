@@ -362,10 +362,15 @@ class _SegmentIndex:
     0..n-1, in order of their ids: ids may be any int64, and products with them would leave it."""
 
     def __init__(self, layout: Layout) -> None:
-        s = layout.segments[layout.order]
+        s, row = layout.segments[layout.order], layout.rows[layout.order]
+        if len(layout.contexts):
+            document, start, length, rank, context_row = layout.contexts.T
+            s = np.concatenate([s, np.stack([rank, document, start, length], axis=1)])
+            order = sort_rows(s[:, DOCUMENT], s[:, START])
+            s, row = s[order], np.append(row, context_row)[order]
         self.rank, self.start = s[:, RANK], s[:, START]
         self.end = self.start + s[:, LENGTH]
-        self.row = layout.rows[layout.order]
+        self.row = row
         document = s[:, DOCUMENT]
         new = np.append(True, document[1:] != document[:-1])[: len(document)]
         self._ids = document[new]

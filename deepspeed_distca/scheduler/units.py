@@ -42,7 +42,7 @@ class Units:
 
     def __init__(self, layout: Layout, window: int | None) -> None:
         """Raises:
-        LayoutError: a window that is shorter than what some row of a tree attends to.
+        LayoutError: trees whose texts are longer than the window; ``Layout.for_window`` has them apart.
         """
         self.pieces, self.window, self.full = layout.pieces, window, dict[int, int]()
         self._document = self._q_shift = self._k_shift = self._keys = np.zeros(0, dtype=np.int64)
@@ -51,11 +51,10 @@ class Units:
 
     def _of_trees(self, layout: Layout) -> None:
         branches = layout.branches
-        longest = int((layout.depths + branches[:, BRANCH_LENGTH]).max())
-        if self.window is not None and longest > self.window:
+        if self.window is not None and layout.longest_text > self.window:
             raise LayoutError(
-                f"a tree has a path of {longest} tokens, and layers whose window is {self.window}; trees are exact in "
-                "such layers only where no path is longer than the window. Give the documents apart, or shorter ones"
+                f"a tree has a text of {layout.longest_text} tokens, and the window is {self.window}: give what "
+                "Layout.for_window makes of the layout for layers with that window"
             )
         # Plain documents first, each one unit.
         plain = layout.pieces[~np.isin(layout.pieces[:, PIECE_DOCUMENT], branches[:, BRANCH_DOCUMENT])]

@@ -189,7 +189,7 @@ class Worth:
         return tasks, compiler
 
     def _by_levels(self, tolerance: float, nodes: Topology) -> Tasks | None:
-        if self._options.max_received_rows is not None or self._layout.has_trees:
+        if self._options.max_received_rows is not None or self._layout.has_trees or len(self._layout.contexts):
             return None
         return by_levels(
             self._layout,

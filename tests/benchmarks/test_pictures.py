@@ -62,6 +62,22 @@ def test_the_map_has_every_row_once_with_the_rank_that_attends_it() -> None:
     assert loads.tolist() == tasks.loads.tolist()
 
 
+def test_the_map_of_trees_has_every_key_of_every_row_once() -> None:
+    layout = pictures.forest_layout()
+    planned = pictures.plan_of(layout, "forward")
+    rows = planned.tasks.rows
+    assert {server for document, *_, server in rows.tolist() if document == 0} == {0, 1}  # the tree of tree.svg
+    for attended in (planned.worth.home.rows, rows):
+        seen = [np.zeros(tokens, dtype=np.int64) for tokens in layout.tokens.tolist()]
+        tiles = pictures.tiles_of(layout, attended)
+        for tile in sorted(tiles, key=lambda tile: tile.low):  # each stands on what lies below it
+            mine = seen[tile.rank][tile.row : tile.row + tile.queries]
+            assert (mine == tile.low).all()
+            mine[:] = np.linspace(tile.first, tile.last, tile.queries)
+        for rank, reached in enumerate(seen):
+            assert reached.tolist() == (layout.position_ids(rank) + 1).tolist()
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_map_and_bars_are_of_one_batch(phase: str) -> None:
     result = pictures.load("server_balance_8_h200.json")

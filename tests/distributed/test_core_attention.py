@@ -14,7 +14,9 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.quick), 4])
 def test_random_plans_are_exact_in_fp32(world: int) -> None:
     for worst in run_ranks(WORKER, world, seed=world, cases=60):
-        assert max(worst[name] for name in NAMES) < 1e-5, worst
+        assert max(worst[name] for name in ("out", "lse", "dv")) < 1e-6, worst
+        # dq and dk of a few rows may nearly cancel (dp - delta), for any kernel.
+        assert max(worst[name] for name in ("dq", "dk")) < 2e-5, worst
         assert (worst["relayed"] > 0) == (world > 2), worst
         assert worst["trees"] > 0, worst
 

@@ -164,8 +164,8 @@ def _documents(draw: torch.Generator) -> list[list[int]]:
     return made
 
 
-def evaluation() -> float:
-    engine = engine_of(llama())
+def evaluation(make: Callable[[], torch.nn.Module] = llama) -> float:
+    engine = engine_of(make())
     engine.eval()
     batch = mine()
     with torch.no_grad():
@@ -250,8 +250,13 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "sinks": lambda: worst(family("gpt_oss", sliding_window=70)),
     "softcap": lambda: worst(family("gemma2", sliding_window=70)),
     "longrope, all texts long": lambda: worst(phi, lengths=LONG),
+    "windows": lambda: worst(family("mistral", sliding_window=12)),
+    "windows and sinks": lambda: worst(family("gpt_oss", sliding_window=5)),
+    "windows, softcap, recomputation": lambda: worst(
+        family("gemma2", sliding_window=20), checkpointing=True, distca=block(keep_attention=True)
+    ),
+    "evaluation with windows": lambda: evaluation(family("mistral", sliding_window=12)),
     # refused
-    "windows": lambda: worst(family("mistral", sliding_window=69)),
     "longrope, texts on both sides": lambda: worst(lambda: phi(42), lengths=LONG),
     "no positions": lambda: worst(mbart),
     "a parent that is not there": lambda: worst(change=given(layout=unknown_parent)),

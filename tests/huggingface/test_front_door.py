@@ -334,6 +334,13 @@ def test_a_batch_without_tokens_gets_one_that_is_in_no_loss():
     assert padding.nothing and padding.micro_batch.targets == 0 and padding.arguments["attention_mask"] is None
 
 
+def test_labels_become_what_losses_take():
+    made = come_in(labels=LABELS.int(), shift_labels=LABELS.roll(-1).int()).arguments
+    assert made["labels"].dtype == made["shift_labels"].dtype == torch.int64
+    given = LABELS.int()
+    assert come_in(labels=given).arguments["labels"].dtype == torch.int64 and given.dtype == torch.int32
+
+
 def test_tokens_have_a_digest_where_it_is_wanted():
     digests = [admit({"input_ids": IDS + n}, Contract(), digest=True).micro_batch.tokens_digest for n in (0, 0, 1)]
     assert digests[0] == digests[1] != digests[2] and all(0 < d < 1 << 63 for d in digests)

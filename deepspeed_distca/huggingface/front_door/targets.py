@@ -35,16 +35,18 @@ def with_targets(
     shape = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
     if contract.whole_rows or contract.targets is None:
         return arguments
+    made = dict(arguments)
     for key in ("labels", "shift_labels"):
         check_labels(key, arguments.get(key), shape.shape[:2], limits.labels)
-    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
+        if arguments.get(key) is not None:
+            made[key] = arguments[key].long()  # losses take no int32
+    labels, shifted = made.get("labels"), made.get("shift_labels")
     ends = np.cumsum(mine[:, LENGTH])
     first = (ends - mine[:, LENGTH])[mine[:, START] == 0]
     # Behind a document's last token may be padding that belongs to it.
     last = ends[mine[:, START] + mine[:, LENGTH] == whole] - 1
     if not real.all():
         last = np.union1d(last, np.flatnonzero(real[:-1] & ~real[1:]))
-    made = dict(arguments)
     if shifted is not None:
         made["shift_labels"] = shifted = _left_out(
             shifted, last, real, say, "a target behind its document's last token belongs to another document"

@@ -13,10 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepspeed_distca.given import shown
-
-
-class LayoutError(ValueError):
-    """A layout that no plan can be made for; the message says what was given and what is allowed."""
+from deepspeed_distca.trees import (
+    BRANCH_DOCUMENT,
+    BRANCH_LENGTH,
+    BRANCH_START,
+    LayoutError,
+    branches_apart,
+    by_document,
+    check_tree,
+    depths_of,
+    read_tree,
+)
 
 
 class Segment(NamedTuple):
@@ -29,12 +36,6 @@ class Segment(NamedTuple):
 
 #: Columns of ``Layout.segments``.
 RANK, DOCUMENT, START, LENGTH = range(4)
-
-#: Columns of ``Layout.contexts``.
-CONTEXT_DOCUMENT, CONTEXT_START, CONTEXT_LENGTH, CONTEXT_RANK, CONTEXT_ROW = range(5)
-
-#: Columns of ``Layout.branches``; BRANCH_START and BRANCH_LENGTH are rows of the document.
-BRANCH_DOCUMENT, BRANCH_START, BRANCH_LENGTH, BRANCH_PARENT = range(4)
 
 #: Columns of ``Layout.pieces``.
 PIECE_DOCUMENT, PIECE_START, PIECE_END, PIECE_RANK = range(4)
@@ -139,7 +140,7 @@ class Layout:
                 if isinstance(document, int | np.integer):
                     lengths[-1].append(int(document))
                 else:
-                    found = _branches_of(document, f"rank {rank}, document {index}")
+                    found = read_tree(document, f"rank {rank}, document {index}")
                     branches += [(number, *branch) for branch in found]
                     lengths[-1].append(sum(length for _, length, _ in found))
                 number += 1
@@ -257,13 +258,11 @@ class Layout:
         b = self.branches
         if (b[1:, BRANCH_DOCUMENT] < b[:-1, BRANCH_DOCUMENT]).any():
             raise LayoutError("branches must be ordered by document")
-        borders = np.flatnonzero(np.append(True, b[1:, BRANCH_DOCUMENT] != b[:-1, BRANCH_DOCUMENT]))
         lengths = {int(s[DOCUMENT]): int(s[LENGTH]) for s in self.segments if s[START] == 0}
-        for tree in np.split(b, borders[1:]):
-            document = int(tree[0, BRANCH_DOCUMENT])
+        for document, tree in by_document(b).items():
             if document not in lengths:
                 raise LayoutError(f"branches of document {document}: the layout has no such document")
-            _check_tree(document, tree[:, BRANCH_START:].tolist(), lengths[document])
+            check_tree(document, tree, lengths[document])
 
     def filled(self) -> Layout:
         """The same with a document of one token on every rank that has none; itself where there is no such rank.
@@ -321,7 +320,7 @@ class Layout:
         found = np.arange(int(length.sum())) - np.repeat(first - start, length)
         if self.has_trees:
             places = dict(zip(document.tolist(), first.tolist(), strict=True))
-            back = self.branches[:, BRANCH_START] - self.depths
+            back = self.branches[:, BRANCH_START] - depths_of(self.branches)
             for (tree, row, rows, _), shift in zip(self.branches.tolist(), back.tolist(), strict=True):
                 if tree in places:
                     found[places[tree] + row : places[tree] + row + rows] -= shift
@@ -334,48 +333,14 @@ class Layout:
         if window is None or not self.has_trees or self.longest_text <= window:
             return self
         if self._apart is None:
-            self._apart = self._branches_apart()
+            segments, contexts = branches_apart(self.segments, self.rows, self.branches)
+            self._apart = Layout(segments, self.num_ranks, None, contexts)
         return self._apart
 
     @property
     def longest_text(self) -> int:
         """Tokens of the longest text of a tree, from its first branch to one from which none goes on; 0 without."""
-        return int((self.depths + self.branches[:, BRANCH_LENGTH]).max(initial=0))
-
-    def _branches_apart(self) -> Layout:
-        branches: dict[int, list[list[int]]] = {}
-        for document, *branch in self.branches.tolist():
-            branches.setdefault(document, []).append(branch)
-        segments, contexts, numbers = list[tuple[int, ...]](), list[tuple[int, ...]](), dict[int, int]()
-        documents = 0  # so many have a number
-        for (rank, document, start, length), first in zip(self.segments.tolist(), self.rows.tolist(), strict=True):
-            if document not in branches:
-                number = numbers.setdefault(document, documents)
-                documents += number == documents
-                segments.append((rank, number, start, length))
-                continue
-            above: dict[int, list[tuple[int, int]]] = {
-                -1: []
-            }  # (first row, rows) of all down to a branch, by its start
-            for begin, rows, parent in branches[document]:
-                depth = 0
-                for row, count in above[parent]:
-                    contexts.append((documents, depth, count, rank, row))
-                    depth += count
-                segments.append((rank, documents, depth, rows))
-                above[begin] = [*above[parent], (first + begin, rows)]
-                documents += 1
-        return Layout(np.array(segments), self.num_ranks, None, np.array(contexts, dtype=np.int64))
-
-    @property
-    def depths(self) -> np.ndarray:
-        """How many tokens lie above each branch, int64 [num_branches]."""
-        ends: dict[tuple[int, int], int] = {}
-        found = []
-        for document, start, length, parent in self.branches.tolist():
-            found.append(ends.get((document, parent), 0))
-            ends[document, start] = found[-1] + length
-        return np.array(found, dtype=np.int64)
+        return int((depths_of(self.branches) + self.branches[:, BRANCH_LENGTH]).max(initial=0))
 
     @property
     def tokens(self) -> np.ndarray:
@@ -519,65 +484,3 @@ def _segment_values(segment: Any, where: str) -> tuple[int, int, int]:
         raise LayoutError(f"{where}: expected integers (document, start, length), got {shown(segment)}")
     document, start, length = values
     return document, start, length
-
-
-def _branches_of(given: Any, where: str) -> list[tuple[int, int, int]]:
-    """(start, length, start of the parent) of a tree's branches (length, place of the parent)."""
-    found: list[tuple[int, int, int]] = []
-    row = 0
-    for index, branch in enumerate(given):
-        try:
-            length, parent = branch
-        except (TypeError, ValueError):
-            raise LayoutError(f"{where}, branch {index}: expected (length, parent), got {shown(branch)}") from None
-        if parent is not None and (isinstance(parent, bool) or not isinstance(parent, int | np.integer)):
-            raise LayoutError(f"{where}, branch {index}: the parent must be a branch's place or None, got {parent!r}")
-        if parent is not None and not 0 <= parent < index:
-            what = "itself" if parent == index else f"branch {parent}"
-            raise LayoutError(
-                f"{where}, branch {index} goes on from {what}; it can go on from one of the branches before it"
-                + (f", 0 to {index - 1}" if index else ", and the first one from none (None)")
-            )
-        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
-            raise LayoutError(f"{where}, branch {index}: the length must be an integer >= 1, got {length!r}")
-        found.append((row, int(length), -1 if parent is None else found[parent][0]))
-        row += int(length)
-    if not found:
-        raise LayoutError(f"{where}: a tree needs at least one branch")
-    return found
-
-
-def _check_tree(document: int, branches: list[list[int]], length: int) -> None:
-    """Raises LayoutError unless branches (start, length, parent) are a tree, depth first, of so many rows in all."""
-    row, above = 0, list[int]()  # the branches from the root to the last one, by their starts
-    for start, rows, parent in branches:
-        if start != row or rows < 1:
-            raise LayoutError(
-                f"document {document}: a branch of {rows} rows starts at {start} where {row} was expected; branches "
-                "have at least one row and cover their document from 0 to its end, one after another"
-            )
-        if (parent == -1) != (start == 0):
-            raise LayoutError(
-                f"document {document}: the branch at row {start} has {'no parent' if start else f'parent {parent}'}; "
-                "the first branch of a tree has none (-1), and every other one goes on from one before it"
-            )
-        while above and above[-1] != parent:
-            above.pop()
-        if not above and start:
-            known = [begin for begin, _, _ in branches if begin < start]
-            raise LayoutError(
-                f"document {document}: the branch at row {start} goes on from the one at row {parent}, "
-                + (
-                    "behind which lies another that does not; what goes on from a branch must lie right behind it "
-                    "(depth first)"
-                    if parent in known
-                    else f"but there is none before it; those before it start at rows {known[:8]}"
-                )
-            )
-        above.append(start)
-        row += rows
-    if row != length:
-        raise LayoutError(
-            f"document {document}: its branches have {row} rows, its first segment has {length}; a tree lies in one "
-            "segment"
-        )

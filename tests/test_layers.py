@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "deepspeed_distca"
 #: From the bottom. Who is further up may import who is below.
 LAYERS = (
     ("compat", "given", "defaults"),
+    ("trees",),
     ("config", "layout"),
     ("scheduler",),
     ("attention_server",),
@@ -33,6 +34,7 @@ WITHOUT = {
     "defaults": ("torch", "deepspeed", "transformers"),
     "config": ("torch", "deepspeed", "transformers"),
     "layout": ("torch", "deepspeed", "transformers"),
+    "trees": ("torch", "deepspeed", "transformers"),
     "scheduler": ("torch", "deepspeed", "transformers"),
     "attention_server": ("deepspeed", "transformers"),
     "data": ("deepspeed", "transformers"),

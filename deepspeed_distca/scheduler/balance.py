@@ -27,7 +27,7 @@ import numpy as np
 
 from deepspeed_distca.defaults import GRANULARITY, TOLERANCE
 from deepspeed_distca.given import integer, number
-from deepspeed_distca.layout import CONTEXT_DOCUMENT, MAX_TOKENS, PIECE_DOCUMENT, PIECE_RANK, PIECE_START, Layout
+from deepspeed_distca.layout import MAX_TOKENS, PIECE_DOCUMENT, PIECE_RANK, PIECE_START, Layout
 from deepspeed_distca.scheduler.cost_model import MAX_COST, UNITS_PER_SECOND, CostModel, Phase
 from deepspeed_distca.scheduler.cuts import UnitCuts, costliest_shard
 from deepspeed_distca.scheduler.dealing import Dealing
@@ -38,6 +38,7 @@ from deepspeed_distca.scheduler.shares import MAX_TOLERANCE, Shares
 from deepspeed_distca.scheduler.tasks import SERVER, TASK_DOCUMENT, Tasks, home_tasks, task_costs, task_rows
 from deepspeed_distca.scheduler.traffic import rows_between
 from deepspeed_distca.scheduler.units import Units
+from deepspeed_distca.trees import CONTEXT_DOCUMENT
 
 __all__ = ["Tasks", "balance", "home_tasks"]
 

@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_distca.layout import BRANCH_DOCUMENT, DOCUMENT, LENGTH, RANK, START, Layout, sort_rows
+from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout, sort_rows
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.relays import DEFAULT_RULE, RelayRule, relays
 from deepspeed_distca.scheduler.tasks import K_END, K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT, is_full
 from deepspeed_distca.scheduler.topology import Topology
+from deepspeed_distca.trees import BRANCH_DOCUMENT
 
 #: Columns of a run: the other rank, first row at home, first row in the server's workspace, number of rows. A relayed
 #: run has the row in the relay's workspace in place of the one at home.

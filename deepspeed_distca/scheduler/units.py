@@ -14,9 +14,6 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_distca.layout import (
-    BRANCH_DOCUMENT,
-    BRANCH_LENGTH,
-    BRANCH_START,
     DOCUMENT,
     PIECE_DOCUMENT,
     PIECE_RANK,
@@ -28,6 +25,7 @@ from deepspeed_distca.layout import (
     sort_rows,
 )
 from deepspeed_distca.scheduler.cost_model import CostModel, Phase, key_start
+from deepspeed_distca.trees import BRANCH_DOCUMENT, BRANCH_LENGTH, BRANCH_START
 
 
 class Units:

@@ -177,6 +177,10 @@ class Worth:
         if self._frugal:
             weigh(self.home)
         found = weigh(self._by_levels(tolerance, nodes))
+        for granules in (1, 2) if self._frugal else ():
+            # A granule of a long document may be more than the tolerance, and each level may leave one.
+            if found == math.inf:
+                found = weigh(self._by_levels(tolerance + granules * self._granule(), nodes))
         if has_prospects(tolerance):
             weigh(self._balanced(tolerance))
         prospect = 0.0 if self._in_two else _PROSPECT
@@ -228,14 +232,18 @@ class Worth:
         than twice as much, in small micro-batches. There one cut comes as near as any, and further ranges that make up
         for what is left cost more, in messages and calls of the kernel, than they save. A tolerance of 0 is kept.
         """
+        half = self._granule() / 2
+        return half if half > 2 * self._options.tolerance > 0 else self._options.tolerance
+
+    def _granule(self) -> float:
+        """What the last granule of the longest document takes, as a share of the mean load."""
         rows = self.home.rows
         ends = rows[:, K_END] - rows[:, K_START] if self._layout.has_trees else rows[:, Q_END]
         last = int(ends.max(initial=0))
         terms, granule = self._cost.phase(self._phase), min(last, self._options.granularity)
         cost = terms.pair * pairs(last - granule, last, self._window) + terms.query_row * granule
         total = int(self.home.loads.sum())
-        half = cost * len(self.home.loads) / (2 * total) if total else 0.0
-        return half if half > 2 * self._options.tolerance > 0 else self._options.tolerance
+        return cost * len(self.home.loads) / total if total else 0.0
 
     def seconds(self, compiler: RouteCompiler) -> float:
         """Predicted seconds of one layer's phase with its transfers, without what the host does for them

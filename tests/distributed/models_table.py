@@ -54,6 +54,20 @@ ways are an error on every rank.
   themselves.
 - `"overlap": "ping_pong"` is refused, since the second half of a row would begin without a state.
 
+## Shared prefixes
+
+The models of the first table take [trees](data.md#shared-prefixes), too: loss and gradients are those of every text
+alone, in layers with windows as well. Tried were models with grouped queries, experts, sinks, softcap, longrope, and
+windows shorter and longer than a text (`tests/distributed/test_trees.py`); the others were not. Refused on every rank:
+
+- models that need one document a row, take no position ids, or give one result for a row;
+- two sets of rotary frequencies (longrope), where a tree has texts on both sides of the length at which they change:
+  these cannot share their beginning. Where frequencies follow the length (dynamic) this model's limit of a document
+  is that of a tree's longest text;
+- pipelines.
+
+A router loss is a mean over rows, so it counts a token that texts share once.
+
 ## Refused
 
 By an error that names the model or its module, when `deepspeed.initialize` is called or in the first forward, before

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from deepspeed_distca import Layout
 from deepspeed_distca.data import PrefixCollator, weighted_loss
+from deepspeed_distca.trees import depths_of
 from tests.distributed.doors_worker import engine_of, mbart, mixtral, phi
 from tests.distributed.model_families import build
 from tests.tiny_llama import VOCABULARY, llama
@@ -146,7 +147,7 @@ def found_beginnings() -> float:
         (cross_entropy(logits, ids[0, 1:], reduction="sum") / count).backward()
     engine = engine_of(llama())
     batch = PrefixCollator(min_shared=3)([{"input_ids": d} for d in documents])
-    depth = len({*batch["layout"].depths.tolist()})
+    depth = len({*depths_of(batch["layout"].branches).tolist()})
     logits = engine(**without("labels", "shift_labels")(batch)).logits
     engine.backward(weighted_loss(logits, batch, count / 2))  # gradients are averaged over two ranks
     error = compared([p.grad for p in engine.module.parameters()], [p.grad for p in reference.parameters()])

@@ -25,7 +25,7 @@ from deepspeed_distca.data.claims import CUMULATIVE, TEXT_AXES
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.front_door.claims import documents_of, empty_layout
 from deepspeed_distca.huggingface.front_door.targets import count_targets, read_step_targets, with_targets
-from deepspeed_distca.huggingface.front_door.trees import chains, check_model, check_targets, lengths_of_texts
+from deepspeed_distca.huggingface.front_door.trees import chains, check_model, check_targets
 from deepspeed_distca.huggingface.front_door.values import (
     IGNORE_INDEX,
     UNLIMITED,
@@ -34,7 +34,8 @@ from deepspeed_distca.huggingface.front_door.values import (
     digest_of,
     shape_of,
 )
-from deepspeed_distca.layout import BRANCH_DOCUMENT, DOCUMENT, LENGTH, RANK, START, Layout, LayoutError
+from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout, LayoutError
+from deepspeed_distca.trees import BRANCH_DOCUMENT, lengths_of_texts
 
 #: Keys of a collated batch that describe it and are not arguments of a model.
 DESCRIPTION = (
@@ -192,7 +193,7 @@ def _lengths_of(layout: Layout, mine: np.ndarray) -> np.ndarray:
 def _lengths_in_trees(layout: Layout, mine: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The same lengths, of a tree that of its longest text."""
     trees = np.unique(layout.branches[:, BRANCH_DOCUMENT])
-    longest = dict(zip(trees.tolist(), lengths_of_texts(layout)[1].tolist(), strict=True))
+    longest = dict(zip(trees.tolist(), lengths_of_texts(layout.branches)[1].tolist(), strict=True))
     both = zip(mine[:, DOCUMENT].tolist(), lengths.tolist(), strict=True)
     return np.array([longest.get(document, length) for document, length in both], dtype=np.int64)
 
@@ -273,7 +274,8 @@ def stand_in(arguments: Mapping[str, Any], token: int = 0) -> dict[str, Any]:
     for key, value in arguments.items():
         if key in _EMPTY_VALUES and torch.is_tensor(value):
             fill = token if key == "input_ids" else _EMPTY_VALUES[key]
-            found[key] = value.new_full((1, 1, *value.shape[2:]), fill)
+            shape = (len(value), 1, 1) if key == "position_ids" and value.ndim == 3 else (1, 1, *value.shape[2:])
+            found[key] = value.new_full(shape, fill)
             if value.requires_grad:
                 found[key] = found[key] + value.sum()
     return found

@@ -14,17 +14,8 @@ from deepspeed_distca.data.claims import DESCRIPTIONS
 from deepspeed_distca.data.integers import integers
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.front_door.values import IGNORE_INDEX, BatchError, on_host
-from deepspeed_distca.layout import (
-    BRANCH_DOCUMENT,
-    BRANCH_LENGTH,
-    BRANCH_PARENT,
-    BRANCH_START,
-    DOCUMENT,
-    LENGTH,
-    RANK,
-    Layout,
-    LayoutError,
-)
+from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, Layout, LayoutError
+from deepspeed_distca.trees import Branch, by_document, lengths_of_texts
 
 
 def check_descriptions(layout: Layout, given: Mapping[str, Any], rows: int, tokens: int, rank: int) -> None:
@@ -82,7 +73,7 @@ def check_model(layout: Layout, contract: Contract) -> None:
     for why, holds in reasons.items():
         if holds:
             raise LayoutError(f"{contract.name} cannot run on trees: {why}. Give it the texts apart")
-    shortest, longest = lengths_of_texts(layout)
+    shortest, longest = lengths_of_texts(layout.branches)
     for limit in contract.rope_limits:
         if ((shortest <= limit) & (longest > limit)).any():
             raise LayoutError(
@@ -90,20 +81,6 @@ def check_model(layout: Layout, contract: Contract) -> None:
                 "others for documents beyond that length (rope_type of its configuration), so that they cannot share "
                 "their beginning. Give them apart"
             )
-
-
-def lengths_of_texts(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the shortest and of the longest text of each tree, from its first branch to one from which none goes
-    on; int64 [trees] each, in the order of ``Layout.branches``."""
-    branches = layout.branches
-    parents = {(d, p) for d, _, _, p in branches.tolist()}
-    ends = (layout.depths + branches[:, BRANCH_LENGTH]).tolist()
-    found: dict[int, list[int]] = {}
-    for (document, start, _, _), end in zip(branches.tolist(), ends, strict=True):
-        if (document, start) not in parents:
-            found.setdefault(document, []).append(end)
-    shortest, longest = ([pick(ends) for ends in found.values()] for pick in (min, max))
-    return np.array(shortest, dtype=np.int64), np.array(longest, dtype=np.int64)
 
 
 def chains(layout: Layout, mine: np.ndarray) -> np.ndarray:
@@ -114,7 +91,7 @@ def chains(layout: Layout, mine: np.ndarray) -> np.ndarray:
         mine: the rows of ``Layout.segments`` of the rank.
     """
     found: list[tuple[int, int, int, int]] = []
-    branches = _by_document(layout)
+    branches = by_document(layout.branches)
     for rank, document, start, length in mine.tolist():
         if document not in branches:
             found.append((rank, document, start, length))
@@ -142,7 +119,7 @@ def check_targets(arguments: Mapping[str, Any], layout: Layout, rank: int) -> No
     ids, targets = ids.reshape(-1), targets.reshape(-1)
     first = dict(zip(layout.segments[:, DOCUMENT].tolist(), layout.rows.tolist(), strict=True))
     here = set(layout.segments[layout.segments[:, RANK] == rank, DOCUMENT].tolist())
-    for document, branches in _by_document(layout).items():
+    for document, branches in by_document(layout.branches).items():
         if document not in here:
             continue
         row, ends = first[document], _ends(branches)
@@ -159,15 +136,6 @@ def check_targets(arguments: Mapping[str, Any], layout: Layout, rank: int) -> No
                 )
 
 
-def _by_document(layout: Layout) -> dict[int, list[list[int]]]:
-    """Branches (start, length, parent) by document."""
-    found: dict[int, list[list[int]]] = {}
-    columns = [BRANCH_DOCUMENT, BRANCH_START, BRANCH_LENGTH, BRANCH_PARENT]
-    for document, *branch in layout.branches[:, columns].tolist():
-        found.setdefault(document, []).append(branch)
-    return found
-
-
-def _ends(branches: list[list[int]]) -> dict[int, int]:
+def _ends(branches: list[Branch]) -> dict[int, int]:
     """Where each branch ends, by its start."""
     return {start: start + length for start, length, _ in branches}

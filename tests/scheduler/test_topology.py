@@ -14,6 +14,7 @@ from benchmarks.workloads.sampling import layouts as sampled
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import CostModel, balance
 from deepspeed_distca.scheduler.cost_model import PHASES
+from deepspeed_distca.scheduler.levels import by_levels
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.worth import PlanOptions, Worth, phase_seconds, seconds_in_two
@@ -174,6 +175,20 @@ def test_what_cannot_end_first_is_not_planned(monkeypatch) -> None:
         worth = Worth(layout, None, "forward", COST, options, early=False, in_two=in_two)
         worth.spread(RouteCompiler(layout, worth.home.rows, options.topology))
         assert tried == wanted
+
+
+def test_a_granule_of_a_long_document_may_be_left() -> None:
+    """Levels cannot keep a tolerance that is less than what one cut leaves."""
+    long = [[rank, 0, rank * 16384, 16384] for rank in range(8)]
+    short = [[rank, 1 + 4 * rank + i, 0, 4096] for rank in range(8, 32) for i in range(4)]
+    layout, topology = Layout(np.array(long + short), 32), Topology.of_size(8, 32)
+    options = replace(OPTIONS, topology=topology, tolerance=0.005)
+    worth, _, rows, compiler = chosen(layout, "backward", options)
+    assert by_levels(layout, COST, topology, phase="backward", tolerance=0.005, granularity=128) is None
+    left = 0.005 + 128 * 131072 / ((131072**2 + 96 * 4096**2) / 2 / 32)
+    levels = by_levels(layout, COST, topology, phase="backward", tolerance=left, granularity=128)
+    assert levels is not None and 1.005 < levels.balance < 1.07
+    assert worth.takes(compiler) <= worth.takes(RouteCompiler(layout, levels.rows, topology))
 
 
 def test_rows_stay_where_links_between_nodes_are_slow() -> None:

@@ -9,6 +9,8 @@ It writes into docs/images, or the folder:
 - loads.svg: attention of eight servers before and after, measured by `server_balance.py`.
 - plan.svg: who attends which rows of the same batch, as the planner says.
 - layer.svg: a layer on two ranks, as the cost model predicts it.
+- tree.svg: the tasks of one tree among two servers, as the planner says.
+- forest.svg: who attends which rows of the same batch, trees and plain documents.
 
 A number in a picture is one of a result file, or of the planner with its defaults and the shipped cost model of an
 H200; heads, width and lengths are those of the results. tests/benchmarks/test_pictures.py compares the files.
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from steps.batches import Batch, mix, workload
@@ -35,7 +37,7 @@ from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, Cost
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Setting, choose
 from deepspeed_distca.scheduler.routes import RouteCompiler
-from deepspeed_distca.scheduler.tasks import Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks, task_costs
+from deepspeed_distca.scheduler.tasks import Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks, is_full, task_costs
 from deepspeed_distca.scheduler.worth import PlanOptions, Worth
 
 ROOT = Path(__file__).parents[1]
@@ -329,6 +331,132 @@ def layer(layout: Layout, about: str) -> Drawing:
     return drawing
 
 
+# Trees on two ranks.
+
+
+class Tile(NamedTuple):
+    """A task as it is drawn above the rows of its queries.
+
+    Attributes:
+        rank, row: where its first query is stored.
+        queries: how many there are.
+        low: how many tokens of their text come before its first key.
+        first, last: how many tokens come before the key behind the last one that its first and its last query see.
+        server: what computes it.
+    """
+
+    rank: int
+    row: int
+    queries: int
+    low: int
+    first: int
+    last: int
+    server: int
+
+
+def forest_layout() -> Layout:
+    """Two ranks of equal tokens, with trees and plain documents on both."""
+    k = 1024
+    answers = [(16 * k, None), *[(2 * k, 0)] * 4]
+    deeper = [(4 * k, None), (4 * k, 0), *[(k, 1)] * 3, (4 * k, 0), *[(k, 5)] * 3]
+    return Layout.from_trees([[answers, 8 * k], [deeper, 8 * k, 4 * k, 2 * k]])
+
+
+def tiles_of(layout: Layout, tasks: np.ndarray) -> list[Tile]:
+    """Of ``Tasks.rows`` of a layout of whole documents and no window."""
+    places = {
+        s[DOCUMENT]: (s[RANK], row) for s, row in zip(layout.segments.tolist(), layout.rows.tolist(), strict=True)
+    }
+    positions = [layout.position_ids(rank) for rank in range(layout.num_ranks)]
+    found = []
+    for task, full in zip(tasks.tolist(), is_full(tasks).tolist(), strict=True):
+        document, q_start, q_end, k_start, k_end, server = task
+        rank, first = places[document]
+        low = int(positions[rank][first + k_start])
+        last = low + k_end - k_start
+        begin = last if full else last - (q_end - q_start) + 1
+        found.append(Tile(rank, first + q_start, q_end - q_start, low, begin, last, server))
+    return found
+
+
+def forest(layout: Layout, planned: Plan, about: str) -> Drawing:
+    """Two maps of the rows of a batch with trees, each as high as its text has tokens up to it."""
+    tokens, longest = int(layout.tokens.max()), max(int(layout.position_ids(r).max()) for r in range(layout.num_ranks))
+    drawing = Drawing(WIDTH, 494, "Which rank attends which rows of a batch with trees, before and after balance")
+    drawing.text(24, 34, "Who attends which rows of trees", size=17, bold=True)
+    drawing.text(24, 56, about, colour="soft")
+    words = "Rows from left to right, each as high as it has keys. Branches stand on the tile of what they go on from."
+    drawing.text(24, 76, words, colour="soft")
+    left, gap, high = 24, 20, 122
+    block = (WIDTH - 2 * left - gap * (layout.num_ranks - 1)) / layout.num_ranks
+    tasks = planned.tasks
+    for base, busiest, words, rows in (
+        (256, tasks.balance_before, "Every rank attends what it stores", planned.worth.home.rows),
+        (450, tasks.balance, "As planned: the same rows, coloured by the rank that attends them", tasks.rows),
+    ):
+        drawing.text(left, base - high - 20, words, bold=True)
+        drawing.text(WIDTH - left, base - high - 20, f"busiest rank {busiest:.2f}x the mean", anchor="end")
+        for rank in range(layout.num_ranks):
+            x = left + rank * (block + gap)
+            drawing.line(x, base + 0.5, x + block, base + 0.5, "soft")
+            drawing.key(x + block / 2 - 29, base + 22, [(RANKS[rank], f"rank {rank}")], 0)
+        for tile in tiles_of(layout, rows):
+            x = left + tile.rank * (block + gap) + tile.row * block / tokens
+            to = x + tile.queries * block / tokens
+            low, first, last = (base - n * high / longest for n in (tile.low, tile.first, tile.last))
+            near, far, under = x + 0.5, to - 0.5, low - 1 * (tile.low > 0)  # the card shows between tasks
+            drawing.shape([(near, under), (near, first), (far, last), (far, under)], RANKS[tile.server])
+            if to - x > 14 and low - last > 26:
+                middle = x + (to - x) * (0.5 if tile.first == tile.last else 0.64)
+                drawing.text(middle, low - 6, str(tile.server), colour="#ffffff", size=11, anchor="middle", bold=True)
+    return drawing
+
+
+def tree(layout: Layout, tasks: Tasks, about: str) -> Drawing:
+    """Queries and keys of the first document, a prompt with answers, as a matrix of its tasks."""
+    branches = [(start, length) for document, start, length, _ in layout.branches.tolist() if document == 0]
+    rows = tasks.rows[tasks.rows[:, TASK_DOCUMENT] == 0]
+    left, top, side = 104, 122, 384
+    scale = side / sum(branches[-1])
+    drawing = Drawing(WIDTH, top + side + 24, "The tasks of a prompt and its answers among two servers")
+    drawing.text(24, 34, "A prompt and its answers: the tasks of one tree", size=17, bold=True)
+    drawing.text(24, 56, about, colour="soft")
+    drawing.key(24, 84, [(RANKS[rank], f"computed by rank {rank}") for rank in range(layout.num_ranks)], 180)
+    names = ["prompt", *(f"answer {n}" for n in range(len(branches) - 1))]
+    for name, (start, length) in zip(names, branches, strict=True):
+        middle = (start + length / 2) * scale
+        drawing.text(left - 8, top + middle + 4, name, anchor="end")
+        drawing.text(left + middle, top - 8, name.split()[-1], anchor="middle")
+        for edge in (start, start + length):
+            drawing.line(left, top + edge * scale, left + side, top + edge * scale)
+            drawing.line(left + edge * scale, top, left + edge * scale, top + side)
+    for (_, q_start, q_end, k_start, k_end, server), full in zip(rows.tolist(), is_full(rows).tolist(), strict=True):
+        low, end = top + q_start * scale, top + q_end * scale
+        near, far = left + k_start * scale, left + k_end * scale
+        if full:
+            drawing.shape([(near, low + 0.5), (far, low + 0.5), (far, end - 0.5), (near, end - 0.5)], RANKS[server])
+            words, middle, y = "full", (near + far) / 2, (low + end) / 2 + 4
+        else:
+            begin = far - (end - low)
+            drawing.shape([(near, low), (begin, low), (far, end - 0.5), (near, end - 0.5)], RANKS[server])
+            words, middle, y = "causal", near + (far - near) * 0.36, low + (end - low) * 0.72
+        if end - low > 40:
+            drawing.text(middle, y, words, colour="#ffffff", anchor="middle", bold=True)
+    x, y = left + side + 28, top + 14
+    for name, *lines in (
+        ("", "Rows are queries, columns are keys."),
+        ("causal", "Every branch within itself."),
+        ("full", "All answers against the prompt:", "every query sees every key."),
+        ("empty", "Answers do not see each other."),
+        ("", "A row of an answer has two tasks.", "Their results are merged by lse."),
+    ):
+        for words in filter(None, (name, *lines)):
+            drawing.text(x, y, words, bold=words == name)
+            y += 19
+        y += 16
+    return drawing
+
+
 def pictures() -> dict[str, Drawing]:
     """By file name."""
     plain, plugin = (load(f"whole_model_2xh200_{name}.json") for name in ("plain", "plugin"))
@@ -337,6 +465,8 @@ def pictures() -> dict[str, Drawing]:
     batch = batch_of(BATCH, servers, tokens, balance["args"]["context"])
     two = mix("long|short", 2, TOKENS).layout
     documents = len(np.unique(batch.layout.segments[:, DOCUMENT]))
+    trees = forest_layout()
+    planned, (prompt, answer) = plan_of(trees, "forward"), (trees.branches[:2, 2] // 1024).tolist()
     return {
         "whole_model.svg": whole_model(plain, plugin),
         "loads.svg": loads(balance),
@@ -349,6 +479,16 @@ def pictures() -> dict[str, Drawing]:
             two,
             f"Rank 0 has one document of {TOKENS // 1024}K tokens, rank 1 has {len(two.rank(1))} of "
             f"{two.rank(1)[0].length // 1024}K; Llama-3-8B's width on H200s",
+        ),
+        "tree.svg": tree(
+            trees,
+            planned.tasks,
+            f"A prompt of {prompt}K tokens with answers of {answer}K, stored on rank 0; from the plan of a forward",
+        ),
+        "forest.svg": forest(
+            trees,
+            planned,
+            f"Two ranks of {trees.tokens[0] // 1024}K tokens with trees and plain documents, forward of a layer",
         ),
     }
 

@@ -22,7 +22,7 @@ def core_attention(
     kernel: Kernel,
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of every document of the layout, each within itself, computed over all servers.
+    """Attention of every document of the layout within itself, causal or along a tree's branches, over all servers.
 
     Args:
         q_THD: [T, q_heads, head_dim], this rank's queries in storage order, after RoPE.

@@ -24,6 +24,9 @@ def merge(out: torch.Tensor, lse: torch.Tensor, more_out: torch.Tensor, more_lse
     Args:
         out, more_out: [n, heads, dim], of any strides; ``out`` may have the wider dtype.
         lse, more_lse: [heads, n], of any strides.
+
+    Raises:
+        ValueError: shapes that are not these.
     """
     n, heads, _ = out.shape
     if more_out.shape != out.shape or not lse.shape == more_lse.shape == (heads, n):

@@ -330,6 +330,9 @@ def test_a_batch_without_tokens_gets_one_that_is_in_no_loss():
         assert shapes == {**{key: (1, 1, *v.shape[2:]) for key, v in ids.items()}, "labels": (1, 1)}
         assert admitted.arguments["labels"].item() == -100 and admitted.arguments["use_cache"] is False
         assert names_documents({**ids, "position_ids": nothing})  # in evaluation too
+    for shape in ((3, 1), (1,)):  # positions of three axes, and as usual
+        admitted = admit({"input_ids": nothing, "position_ids": nothing.expand(*shape, 0)}, Contract())
+        assert admitted.arguments["position_ids"].shape == (*shape, 1)
     padding = come_in(attention_mask=torch.zeros(1, 10).long())
     assert padding.nothing and padding.micro_batch.targets == 0 and padding.arguments["attention_mask"] is None
 

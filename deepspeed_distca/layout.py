@@ -209,7 +209,7 @@ class Layout:
         return cls(np.concatenate(parts), len(layouts), np.concatenate(branches))
 
     def validate(self) -> Layout:
-        """Checks what a plan relies on and returns self.
+        """Checks what a plan relies on and returns self. What :meth:`for_window` made is not looked at again.
 
         Raises:
             LayoutError: ranks out of order or out of range, lengths below 1, negative ids or starts, more than
@@ -408,7 +408,13 @@ class Layout:
         return cls(rows, len(ranks), np.array(branches, dtype=np.int64)).validate()
 
     def to_ranks(self) -> list[list[dict[str, int]]]:
-        """The form that ``ds_distca plan --layout`` reads under "ranks"; it has no trees."""
+        """The form that ``ds_distca plan --layout`` reads under "ranks".
+
+        Raises:
+            LayoutError: a layout with trees, for which that form has no word.
+        """
+        if self.has_trees:
+            raise LayoutError("a layout with trees cannot be told as segments alone")
         return [[s._asdict() for s in self.rank(r)] for r in range(self.num_ranks)]
 
     def __eq__(self, other: object) -> bool:

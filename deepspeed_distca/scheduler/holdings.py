@@ -117,7 +117,8 @@ class Holdings:
 
 
 class Documents(NamedTuple):
-    """Documents by the numbers of :func:`number_documents`.
+    """Documents by the numbers of :func:`number_documents`. In trees these are units (see ``units``): each with rows
+    and keys of its own, though units of one tree may share them.
 
     Attributes:
         of_piece: int64 [num_pieces], the number of each piece's document.

@@ -76,9 +76,10 @@ def task_costs(rows: np.ndarray, cost: CostModel, phase: Phase, window: int | No
         OverflowError: see :meth:`CostModel.cost`.
     """
     _, q_start, q_end, k_start, k_end, _ = rows.T
-    # A causal task costs what its queries would at the same distance from a first key at 0.
-    causal = cost.cost(q_start - k_start, q_end - k_start, 0 * k_start, window, phase)
     full = is_full(rows)
+    # A causal task costs what its queries would at the same distance from a first key at 0.
+    first = np.where(full, q_start, k_start)
+    causal = cost.cost(q_start - first, q_end - first, 0 * first, window, phase)
     if not full.any():
         return causal
     return np.where(full, cost.full(q_end - q_start, k_end - k_start, phase), causal)

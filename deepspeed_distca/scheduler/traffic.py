@@ -60,18 +60,26 @@ def traffic(layout: Layout, tasks: Tasks | np.ndarray, nodes: Topology | None = 
 
 
 def rows_between(pieces: np.ndarray, rows: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Query rows and distinct key/value rows that servers need, by home: int64 [home, server] each, diagonal and all.
+    """Query and key/value rows that servers need, each once, by home: int64 [home, server] each, diagonal and all.
 
     Args:
         pieces: see ``Layout.pieces``.
         rows: ``Tasks.rows``.
     """
-    document, server = rows[:, TASK_DOCUMENT], rows[:, SERVER]
-    q = _by_home(pieces, document, rows[:, Q_START], rows[:, Q_END], server, num_ranks)
-    # The union of key ranges of each (server, document).
-    order = np.lexsort((rows[:, K_START], document, server))
-    d, s, low, high = document[order], server[order], rows[order, K_START], rows[order, K_END]
-    if len(rows):
+    q, kv = (
+        _by_home(pieces, *_distinct(rows[:, TASK_DOCUMENT], rows[:, low], rows[:, high], rows[:, SERVER]), num_ranks)
+        for low, high in ((Q_START, Q_END), (K_START, K_END))
+    )
+    return q, kv
+
+
+def _distinct(
+    document: np.ndarray, low: np.ndarray, high: np.ndarray, server: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Ranges [low, high) of documents at servers without what several of them have in common: each row once."""
+    order = np.lexsort((low, document, server))
+    d, s, low, high = document[order], server[order], low[order], high[order]
+    if len(order):
         same = np.append(False, (d[1:] == d[:-1]) & (s[1:] == s[:-1]))
         lift = np.cumsum(~same) * (int(high.max()) + 1)
         reach = np.maximum.accumulate(high + lift) - lift
@@ -79,7 +87,7 @@ def rows_between(pieces: np.ndarray, rows: np.ndarray, num_ranks: int) -> tuple[
         low[1:] = np.where(same[1:], np.maximum(low[1:], reach[:-1]), low[1:])
         more = low < high
         d, s, low, high = d[more], s[more], low[more], high[more]
-    return q, _by_home(pieces, d, low, high, s, num_ranks)
+    return d, low, high, s
 
 
 def _by_home(

@@ -246,6 +246,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "a layout of both ranks": shared_layout,
     "beginnings that are found": found_beginnings,
     "evaluation": evaluation,
+    "latent attention": lambda: worst(family("deepseek_v3")),
     "experts": lambda: worst(lambda: without_router_loss(mixtral())),
     "windows that hide nothing": lambda: worst(family("mistral", sliding_window=70)),
     "sinks": lambda: worst(family("gpt_oss", sliding_window=70)),

@@ -82,7 +82,7 @@ class Admitted:
 
     @property
     def lengths(self) -> np.ndarray:
-        """How long the document of each token is as a whole, int64 [batch, tokens]."""
+        """How long the document of each token is as a whole, a tree's longest text, int64 [batch, tokens]."""
         tokens, lengths = self.pieces
         return np.repeat(lengths, tokens).reshape(self.shape)
 

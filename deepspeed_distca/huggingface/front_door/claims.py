@@ -24,11 +24,11 @@ def documents_of(
     layout = given.get("layout")
     if layout is not None:
         check_layout(layout, rows * tokens, rows, tokens, place)
-        if layout.has_trees:
-            check_descriptions(layout, given, rows, tokens, _rank(layout, place))
-            real = np.ones(rows * tokens, dtype=bool)
-            return layout.filled(), real, _with_mask(arguments, real, rows, tokens)
     given = {**given, **packed_params.fields(given.get(packed_params.NAME))}
+    if layout is not None and layout.has_trees:
+        check_descriptions(layout, given, rows, tokens, _rank(layout, place))
+        real, mask = np.ones(rows * tokens, dtype=bool), arguments.get("attention_mask")
+        return layout.filled(), real, _with_mask(arguments, real if on_host(mask) else None, rows, tokens)
     # On the host everything is compared. Of what is on a device nothing is read where the host knows the documents.
     descriptions = {key: given[key] for key in DESCRIPTIONS if given.get(key) is not None}
     at_hand = {key: value for key, value in descriptions.items() if on_host(value)}

@@ -19,11 +19,11 @@ from deepspeed_distca.trees import Branch, by_document, lengths_of_texts
 
 
 def check_descriptions(layout: Layout, given: Mapping[str, Any], rows: int, tokens: int, rank: int) -> None:
-    """Compares what a batch says beside its layout.
+    """Compares what a batch says beside its layout, as far as it is on the host.
 
     Raises:
-        LayoutError: another description than position ids, position ids that are not the layout's, padding, or a row
-            that ends inside a document.
+        LayoutError: another description than position ids and a mask without padding, position ids that are not the
+            layout's, or a row that ends inside a document.
     """
     others = [
         key for key in DESCRIPTIONS if given.get(key) is not None and key not in ("position_ids", "attention_mask")
@@ -34,7 +34,7 @@ def check_descriptions(layout: Layout, given: Mapping[str, Any], rows: int, toke
             "which: leave it out"
         )
     mask = given.get("attention_mask")
-    if mask is not None and not bool((torch.as_tensor(mask) == 1).all()):
+    if mask is not None and on_host(mask) and not bool((torch.as_tensor(mask) == 1).all()):
         raise LayoutError(
             "attention_mask: a batch with trees has no padding, and its layout names its documents; leave the mask out"
         )

@@ -11,8 +11,8 @@ of "apart" some micro-batches only, as all of them are alike. "of tokens" is how
 that is shared, which the ratio would be if every token took the same time. The loss is that of the same answers, both
 ways.
 
-A second table has one layer's core attention alone, by answer: the tree's tasks against copies of the prompt, and what
-of the tree's time is merging and adding. To try the script on CPU: `--width 64 --prompts 2 --case 96 4 16`.
+A second table has one layer's core attention alone, for all answers to a prompt: the tree's tasks, what the cost model
+takes them for, and against copies of the prompt. To try the script on CPU: `--width 64 --prompts 2 --case 96 4 16`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,14 @@ from deepspeed_distca.attention_server.merging import merge
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.config import DistCAConfig
+from deepspeed_distca.cost_choice import find_cost_model
 from deepspeed_distca.data import PrefixCollator
 from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.cost_model import PHASES
+from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.routes import RouteCompiler
-from deepspeed_distca.scheduler.tasks import home_tasks
+from deepspeed_distca.scheduler.tasks import home_tasks, task_costs
 
 VOCABULARY = 32000
 IGNORE = -100
@@ -190,6 +194,10 @@ def one_layer(case: Case, args: argparse.Namespace, device: torch.device) -> lis
     }
     spec = AttentionSpec(dim**-0.5)
     found: dict[str, Any] = {"case": case}
+    model = find_cost_model(DistCAConfig(), Heads(heads, kv_heads, dim), device=device, dtype=dtype).cost
+    found["predicted"] = [
+        float(task_costs(home_tasks(layouts["shared"][0]), model, phase).sum()) / 1e12 for phase in PHASES
+    ]
     for kind, (layout, count) in layouts.items():
         part = RankPlan(RouteCompiler(layout, home_tasks(layout)).rank(0))
         plan, rows = LayerPlan.whole(part, part), int(layout.tokens[0])
@@ -254,12 +262,13 @@ def report(results: dict[str, Any]) -> str:
         "",
         "Core attention of one layer for all answers to a prompt, ms:",
         "",
-        "| prompt, answers | shared: forward | backward | apart: forward | backward | merging, once |",
-        "|---|---|---|---|---|---|",
+        "| prompt, answers | shared: forward | backward | predicted: forward | backward | apart: forward | backward "
+        "| merging, once |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in results["layers"]:
         prompt, answers, tokens = row["case"]
-        times = " | ".join(f"{x:.2f}" for x in (*row["shared"], *row["apart"], row["merging"]))
+        times = " | ".join(f"{x:.2f}" for x in (*row["shared"], *row["predicted"], *row["apart"], row["merging"]))
         lines.append(f"| {prompt:,}, {answers} of {tokens:,} | {times} |")
     return "\n".join(lines) + "\n"
 

@@ -183,7 +183,7 @@ def test_a_granule_of_a_long_document_may_be_left() -> None:
     short = [[rank, 1 + 4 * rank + i, 0, 4096] for rank in range(8, 32) for i in range(4)]
     layout, topology = Layout(np.array(long + short), 32), Topology.of_size(8, 32)
     options = replace(OPTIONS, topology=topology, tolerance=0.005)
-    worth, _, rows, compiler = chosen(layout, "backward", options)
+    worth, _, _, compiler = chosen(layout, "backward", options)
     assert by_levels(layout, COST, topology, phase="backward", tolerance=0.005, granularity=128) is None
     left = 0.005 + 128 * 131072 / ((131072**2 + 96 * 4096**2) / 2 / 32)
     levels = by_levels(layout, COST, topology, phase="backward", tolerance=left, granularity=128)

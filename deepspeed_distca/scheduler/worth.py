@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -122,10 +123,15 @@ class Worth:
         speeds, passes = options.server_weights, layout.tokens * LINEAR_WORK[phase]
         flops = [options.linear_flops * tokens for tokens in passes.tolist()]
         # With speeds linear work of known size and attention are to end together, and the phase begins with the
-        # former. Without, servers are taken to begin attention together.
+        # former. Without, servers are taken to begin attention together; in two they have it all the time, which
+        # matters where their linear work differs by more than their attention may.
+        linear, equal = [cost.linear_cost(x) for x in flops], (1,) * layout.num_ranks
+        uneven = (max(linear) - min(linear)) * layout.num_ranks > options.tolerance * int(loads.sum())
+        self._unlike = self._in_two and speeds is None and uneven
         self.weights = speeds
-        if speeds is not None and options.linear_flops:
-            self.weights = finishing_weights(speeds, [cost.linear_cost(x) for x in flops], loads.tolist())
+        if self._unlike or (speeds is not None and options.linear_flops):
+            rule = even_weights if self._in_two else finishing_weights
+            self.weights = rule(speeds or equal, linear, loads.tolist())
         self._speeds = options.speeds(layout.num_ranks)
         self._linear = np.array([cost.linear_seconds(x) for x in flops])  # at speed 1
         self._start = None if speeds is None else self._linear / self._speeds
@@ -147,15 +153,25 @@ class Worth:
         if frugal and self.stays():
             return self.home, at_home
         tolerance = self.tolerance() if frugal else self._options.tolerance
-        if self._options.nodes is None:
-            tasks = self._balanced(tolerance)
-            compiler = RouteCompiler(self._layout, tasks.rows)
-        else:
-            tasks, compiler = self._over_nodes(self._options.nodes, tolerance, at_home)
+        tasks, compiler = self._spread(tolerance, at_home)
+        if self._unlike and self.takes(compiler) > self._without_transfers(tolerance):
+            # Links may carry less than goes to a server with little linear work.
+            weights, self.weights = self.weights, None
+            other = self._spread(tolerance, at_home)
+            if self.takes(other[1]) < self.takes(compiler):
+                tasks, compiler = other
+            else:
+                self.weights = weights
         if not frugal or not compiler.moves_rows:
             return tasks, compiler
         messages = int(compiler.messages(self._phase).max())
         return (tasks, compiler) if self.pays(self.seconds(compiler), messages) else (self.home, at_home)
+
+    def _spread(self, tolerance: float, at_home: RouteCompiler) -> tuple[Tasks, RouteCompiler]:
+        if self._options.nodes is not None:
+            return self._over_nodes(self._options.nodes, tolerance, at_home)
+        tasks = self._balanced(tolerance)
+        return tasks, RouteCompiler(self._layout, tasks.rows)
 
     def _over_nodes(self, nodes: Topology, tolerance: float, at_home: RouteCompiler) -> tuple[Tasks, RouteCompiler]:
         """Of some ways to balance, the one that ends first; or all at home, where that does and rows have to be worth
@@ -278,9 +294,9 @@ class Worth:
 
     def least(self) -> float:
         """Seconds that :meth:`seconds` of no plan can be below."""
-        linear = [0.0] if self._start is None else self._linear.tolist()
+        linear = self._linear.tolist() if self._unlike or self._start is not None else [0.0]
         work = int(self.home.loads.sum()) / UNITS_PER_SECOND + math.fsum(linear)
-        return work / math.fsum(self._speeds.tolist())
+        return work / math.fsum(self._speeds.tolist()) - (max(linear) if self._start is None else 0.0)
 
     def moved(self, seconds: float, messages: int) -> tuple[float, float]:
         """Seconds of a layer's phase, its linear work with it, in which rows move: the device's and the host's.
@@ -432,5 +448,27 @@ def finishing_weights(speeds: Sequence[int], linear: Sequence[int], home: Sequen
     ]
     rest = rate * attention - sum(own)
     parts = [mine * speed + s * rest for mine, s in zip(own, speeds, strict=True)]
+    return _scaled(parts)
+
+
+def even_weights(speeds: Sequence[int], linear: Sequence[int], home: Sequence[int]) -> tuple[int, ...]:
+    """The weights by which attention is to be balanced in two nano-batches: rows of others are there while a server
+    has work of the other half. So (L + A) / s is the same on all servers that get attention, and one without tokens
+    has attention all the time.
+
+    Arguments, and what is returned: see :func:`finishing_weights`.
+    """
+    if sum(home) <= 0 or sum(speeds) <= 0:
+        return tuple(speeds)
+    takers = sorted((i for i, s in enumerate(speeds) if s), key=lambda i: Fraction(linear[i], speeds[i]))
+    work, speed = sum(home), 0  # of those that get attention, which end at work / speed
+    for i in takers:
+        if work * speeds[i] <= linear[i] * speed:
+            break
+        work, speed = work + linear[i], speed + speeds[i]
+    return _scaled([max(work * s - speed * load, 0) for s, load in zip(speeds, linear, strict=True)])
+
+
+def _scaled(parts: list[int]) -> tuple[int, ...]:
     most = max(parts)
     return tuple((2 * part * MAX_WEIGHT + most) // (2 * most) for part in parts)

@@ -22,6 +22,7 @@ from deepspeed_distca.scheduler.worth import (
     IN_TWO,
     PlanOptions,
     Worth,
+    even_weights,
     finishing_weights,
     phase_seconds,
     seconds_in_two,
@@ -185,6 +186,64 @@ def test_weights_by_hand(speeds, linear, home, parts) -> None:
     else:
         assert max(weights) == MAX_WEIGHT
         assert weights == pytest.approx([MAX_WEIGHT * part / max(parts) for part in parts], abs=0.51)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "linear", "home", "parts"),
+    [
+        ([1, 1], [30, 30], [40, 8], [1, 1]),
+        ([1, 1, 1], [10, 10, 0], [20, 20, 0], [10, 10, 20]),  # a pool has attention all the time
+        ([1, 1, 2], [10, 10, 0], [20, 20, 0], [5, 5, 30]),
+        ([1, 1, 1], [10, 10, 0], [2, 2, 0], [0, 0, 4]),  # and all of it, where it can
+        ([2, 1], [10, 50], [30, 0], [1, 0]),
+        ([1, 1, 0], [20, 10, 90], [10, 20, 30], [25, 35, 0]),
+        ([3, 1], [0, 0], [0, 5], [3, 1]),
+        ([5, 7], [1, 2], [0, 0], None),
+    ],
+)
+def test_weights_in_two_by_hand(speeds, linear, home, parts) -> None:
+    weights = even_weights(speeds, linear, home)
+    if parts is None:
+        assert list(weights) == speeds
+    else:
+        assert weights == pytest.approx([MAX_WEIGHT * part / max(parts) for part in parts], abs=0.51)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.integers(1, 8))
+def test_in_two_no_server_with_attention_ends_later_than_another(data, servers: int) -> None:
+    several = dict(min_size=servers, max_size=servers)
+    speeds = data.draw(st.lists(st.integers(0, 100), **several))
+    linear, home = (data.draw(st.lists(st.integers(0, 10**6), **several)) for _ in range(2))
+    assume(any(speeds) and any(home))
+    weights = even_weights(speeds, linear, home)
+    attention = [sum(home) * weight / sum(weights) for weight in weights]
+    ends = [(load + a) / s for load, a, s in zip(linear, attention, speeds, strict=True) if s and a]
+    assert all(a == 0 for a, s in zip(attention, speeds, strict=True) if not s)
+    assert max(ends) - min(ends) <= 1e-4 * max(ends) + 1e-3 * sum(home)
+    others = [load / s for load, a, s in zip(linear, attention, speeds, strict=True) if s and not a]
+    assert not others or min(others) >= max(ends) * (1 - 1e-4) - 1e-3 * sum(home)
+
+
+def test_a_pool_has_more_than_its_part_in_two() -> None:
+    """Where it has linear work of others to hide behind; over slow links equal parts, or nothing."""
+    layout = Layout.from_lengths([[65536], [4096] * 16, []])
+    options = PlanOptions(0.005, 128, min_gain=0.04, linear_flops=436_207_616)
+    for phase in PHASES:
+        took = {}
+        for in_two, rate in ((False, 4.5e11), (True, 4.5e11), (True, 5e9)):
+            cost = replace(CostModel.fitted(), bytes_per_second=int(rate), latency=78_000_000_000)
+            worth = Worth(layout, None, phase, cost, options, early=True, in_two=in_two)
+            tasks, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
+            part = tasks.loads / tasks.loads.sum()
+            took[in_two, rate] = worth.takes(compiler)
+            if not in_two:
+                assert part == pytest.approx([1 / 3] * 3, rel=0.01)
+            elif rate > 1e11:
+                assert part[2] > 0.6 and part[0] == pytest.approx(part[1], rel=0.05)
+                assert worth.least() <= worth.seconds(compiler)
+            assert took[in_two, rate] <= worth.whole
+        assert took[True, 4.5e11] < 0.87 * took[False, 4.5e11]
 
 
 SERVERS = st.integers(1, 8)

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=positive_int, help="tokens in which documents end (a rank's)")
     parser.add_argument("--nodes", type=positive_int, help="over which the ranks are (of 8 ranks each)")
     parser.add_argument("--stages", type=positive_int, default=1, help="of a pipeline (1)")
+    parser.add_argument("--placed", action="store_true", help="also with documents where the loader stores them")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--trace", metavar="FILE", help="write a step by rank, for ui.perfetto.dev")
     parser.add_argument("--html", metavar="FILE", help="write a report with figures, one file; 8 to 512 ranks as well")
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             "count": arguments.micro_batches,
             "seed": arguments.seed,
         }
-        found = simulate(lengths, training, ranks=arguments.ranks, **layout)
+        found = simulate(lengths, training, ranks=arguments.ranks, placed=arguments.placed, **layout)
         if arguments.trace:
             write_trace(found, Path(arguments.trace))
     if arguments.html:

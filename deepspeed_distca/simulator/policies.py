@@ -19,7 +19,8 @@ from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, Phas
 from deepspeed_distca.simulator.pipeline import one_forward_one_backward, same_phase
 from deepspeed_distca.simulator.step import Load, Loads, Training, evened, plugin
 
-PLAIN, OURS, IDEAL = "packed, plain", "this plugin", "ideal"
+PLAIN, DEALT, IDEAL = "packed, plain", "dealt by work", "ideal"
+OURS, PLACED = "this plugin", "this plugin, placed"
 #: The most tokens of a rank where documents are dealt by work, of the mean: memory for them is the price.
 ROOM = 2.0
 #: Tokens of a document for each rank below which it is left whole, on one of them.
@@ -55,25 +56,67 @@ class Outcome:
 Made = list[tuple[Loads, int]]
 
 
-def outcomes(training: Training, batches: Sequence[Layout], context: int, *, hidden: bool = False) -> list[Outcome]:
+def outcomes(
+    training: Training, batches: Sequence[Layout], context: int, *, hidden: bool = False, placed: bool = False
+) -> list[Outcome]:
     """All policies over some micro-batches, the ideal last.
 
     Args:
         batches: layouts of equal tokens on all ranks of a stage.
         context: tokens of a context.
         hidden: whether gathered keys travel under attention, where that is possible; frameworks wait for them.
+        placed: the plugin a second time, with documents where its loader would store them.
+    """
+    ranks, tokens, heads = batches[0].num_ranks, int(batches[0].tokens.max()), training.model.heads.query
+    degrees = degrees_of(ranks, tokens, context)
+
+    def best(name: str, kind: Kind, degrees: list[int]) -> list[Outcome]:
+        return best_degree(training, batches, name, kind, degrees, hidden=hidden)
+
+    return [
+        *best(PLAIN, in_order, degrees[:1]),
+        *best(DEALT, by_work, degrees),
+        *best("context parallel", in_order, degrees),
+        *best("Ulysses", by_heads, [d for d in degrees if d > 1 and heads % d == 0]),
+        _ours(training, OURS, batches),
+        *([placed_step(training, batches)] if placed else []),
+        outcome(training, IDEAL, 1, [(evened(training, batch), tokens) for batch in batches], ranks, kept=True),
+    ]
+
+
+def degrees_of(ranks: int, tokens: int, context: int) -> list[int]:
+    """How many ranks may share documents: so many that they hold whole contexts."""
+    least = max(1, context // tokens)
+    return [d for d in range(least, ranks + 1) if ranks % d == 0 and d % least == 0]
+
+
+def best_degree(
+    training: Training,
+    batches: Sequence[Layout],
+    name: str,
+    kind: Kind,
+    degrees: Sequence[int],
+    *,
+    hidden: bool = False,
+    room: float = ROOM,
+) -> list[Outcome]:
+    """A policy that shares documents within groups, with the number of ranks that is best; none where there is none.
+
+    Args:
+        hidden: see :func:`outcomes`.
+        room: the most tokens of a rank, of the mean, where documents are dealt by work.
     """
     ranks, tokens = batches[0].num_ranks, int(batches[0].tokens.max())
-    least = max(1, context // tokens)
     documents = [lengths_of(batch) for batch in batches]
+    cap = int(room * tokens) if kind is by_work else tokens
 
-    def made(kind: Kind, degree: int) -> Made | None:
+    def made(degree: int) -> Made | None:
         if kind is by_work and training.stages > 1:  # over all micro-batches of a step, those of like work together
             lengths = np.concatenate([lengths for lengths, _ in documents])
-            every = by_work(training, lengths, lengths, ranks * len(batches), tokens, degree)
+            every = by_work(training, lengths, lengths, ranks * len(batches), cap, degree)
             grouped = [every and every[i * ranks // degree : (i + 1) * ranks // degree] for i in range(len(batches))]
         else:
-            grouped = [kind(training, lengths, first, ranks, tokens, degree) for lengths, first in documents]
+            grouped = [kind(training, lengths, first, ranks, cap, degree) for lengths, first in documents]
         if any(groups is None for groups in grouped):
             return None
         return [
@@ -82,31 +125,43 @@ def outcomes(training: Training, batches: Sequence[Layout], context: int, *, hid
             if groups is not None
         ]
 
-    def best(name: str, kind: Kind, degrees: list[int]) -> Iterator[Outcome]:
-        tried = [(degree, made(kind, degree)) for degree in degrees]
-        found = [outcome(training, name, degree, loads, ranks) for degree, loads in tried if loads is not None]
-        yield from sorted(found, key=lambda one: one.seconds)[:1]
+    tried = [(degree, made(degree)) for degree in degrees]
+    found = [outcome(training, name, degree, loads, ranks) for degree, loads in tried if loads is not None]
+    return sorted(found, key=lambda one: one.seconds)[:1]
 
-    degrees = [d for d in range(least, ranks + 1) if ranks % d == 0 and d % least == 0]
-    heads = training.model.heads.query
-    if training.stages == 1:
-        ours = outcome(training, OURS, 1, [(plugin(training, batch), tokens) for batch in batches], ranks, kept=True)
-    else:
-        ours = _shared_by_all(training, batches)
-    return [
-        *best(PLAIN, in_order, [least]),
-        *best("dealt by work", by_work, degrees),
-        *best("context parallel", in_order, degrees),
-        *best("Ulysses", by_heads, [d for d in degrees if d > 1 and heads % d == 0]),
-        ours,
-        outcome(training, IDEAL, 1, [(evened(training, batch), tokens) for batch in batches], ranks, kept=True),
-    ]
+
+def _ours(training: Training, name: str, batches: Sequence[Layout]) -> Outcome:
+    if training.stages > 1:
+        return _shared_by_all(training, name, batches)
+    made = [(plugin(training, batch), int(batch.tokens.max())) for batch in batches]
+    return outcome(training, name, 1, made, batches[0].num_ranks, kept=True)
+
+
+def placed_step(training: Training, batches: Sequence[Layout]) -> Outcome:
+    """The plugin's step of the same documents, where its loader would store them."""
+    return _ours(training, PLACED, [_placed(training, batch) for batch in batches])
+
+
+def _placed(training: Training, batch: Layout) -> Layout:
+    """A micro-batch's documents as `GlobalPackedLoader` stores them by default. Over pipelines plans know no nodes."""
+    from deepspeed_distca.data.global_loader.placement import place  # with the loader, which takes torch
+
+    options, windows = training.options, training.model.windows
+    return place(
+        lengths_of(batch)[0],
+        batch.tokens,
+        cost=training.cost,
+        tolerance=options.tolerance,
+        window=max(windows, key=windows.__getitem__),
+        min_gain=options.min_gain,
+        nodes=options.nodes if training.stages == 1 else None,
+    )
 
 
 # -- groups of documents ----------------------------------------------------------------------------------------------
 
 Groups = list[np.ndarray]
-#: (training, lengths of documents, the rank of each's first token, ranks, tokens of a rank, degree) to groups.
+#: (training, lengths of documents, the rank of each's first token, ranks, most tokens of a rank, degree) to groups.
 Kind = Callable[[Training, np.ndarray, np.ndarray, int, int, int], Groups | None]
 
 
@@ -136,7 +191,7 @@ def by_work(
 ) -> Groups | None:
     """Documents whole, the one with the most work next, to the group with the least that has room, those of the most
     work first; None where a document finds none."""
-    groups, cap = ranks // degree, ROOM * tokens * degree
+    groups, cap = ranks // degree, tokens * degree
     linear = sum(training.linear(phase) for phase in PHASES) * lengths / degree
     attention = sum(attended(training, lengths, phase, window, degree) for phase, window in _layers(training))
     work = linear * len(training.model.windows) + attention
@@ -277,7 +332,7 @@ def _parts_of(training: Training, loads: Loads, tokens: int) -> dict[str, float]
     return parts
 
 
-def _shared_by_all(training: Training, batches: Sequence[Layout]) -> Outcome:
+def _shared_by_all(training: Training, name: str, batches: Sequence[Layout]) -> Outcome:
     """The plugin's step over a pipeline."""
     ranks, tokens, stages = batches[0].num_ranks, int(batches[0].tokens.max()), training.stages
     total, found, sent, loads = same_phase(training, batches)
@@ -290,4 +345,4 @@ def _shared_by_all(training: Training, batches: Sequence[Layout]) -> Outcome:
     parts["output"] /= stages
     parts["pipeline"] = total + parts["optimizer"] - sum(parts.values())
     memory = training.memory(ranks * stages, tokens, kept=True, in_flight=min(len(batches), 2 * stages - 1))
-    return Outcome(OURS, 1, sum(parts.values()), parts, sent, tokens, memory, loads)
+    return Outcome(name, 1, sum(parts.values()), parts, sent, tokens, memory, loads)

@@ -14,7 +14,7 @@ import numpy as np
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.simulator.documents import described, in_words, micro_batches, too_few
-from deepspeed_distca.simulator.policies import IDEAL, OURS, PLAIN, Outcome, outcomes
+from deepspeed_distca.simulator.policies import IDEAL, OURS, PLACED, PLAIN, Outcome, outcomes
 from deepspeed_distca.simulator.step import MEMORY, Loads, Training
 
 #: Of a step's seconds, what is waited for; the rest is work.
@@ -60,7 +60,7 @@ class Simulated:
 
     def name(self, policy: str) -> str:
         """A policy's name to show; the plugin's with its overlap."""
-        return f"{policy}, {self.overlap}" if policy == OURS else policy
+        return f"{policy}, {self.overlap}" if policy in (OURS, PLACED) else policy
 
     def rate(self, one: Outcome) -> float:
         """Tokens a second and GPU."""
@@ -152,6 +152,7 @@ def simulate(
     context: int | None = None,
     count: int = 4,
     seed: int = 0,
+    placed: bool = False,
 ) -> Simulated:
     """Steps by every policy, of the same documents.
 
@@ -161,6 +162,7 @@ def simulate(
         node_size: ranks of a node.
         context: tokens of a context; None is a rank's.
         count: the most micro-batches that are drawn: each a step, or all of them one, over a pipeline.
+        placed: see :func:`outcomes`.
 
     Raises:
         ValueError: a layout that there cannot be, or fewer tokens than a micro-batch has.
@@ -175,7 +177,7 @@ def simulate(
     batches = list(micro_batches(lengths, replicas, tokens, count, seed, context))
     if not batches:
         raise too_few(lengths, replicas, tokens)
-    found = outcomes(training, batches, context)
+    found = outcomes(training, batches, context, placed=placed)
     return Simulated(training, ranks, tokens, context, len(batches), described(lengths), found, batches[0])
 
 

@@ -15,6 +15,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 import deepspeed_distca
@@ -22,9 +23,11 @@ from deepspeed_distca import Layout
 from deepspeed_distca.attention_server import steps
 from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
 from deepspeed_distca.attention_server.statistics import TimedKernel
+from deepspeed_distca.attention_server.task_batch import TaskBatch
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
-from deepspeed_distca.scheduler import worth
+from deepspeed_distca.scheduler import CostModel, worth
+from deepspeed_distca.scheduler.cost_model import PHASES, Phase
 from tests.tiny_llama import VOCABULARY, llama
 
 
@@ -202,6 +205,69 @@ def train_grouped(lengths: list[list[int]], servers: int) -> dict:
     features = [{"input_ids": d} for d in documents[dist.get_rank()]]
     outcome = backward(engine, deepspeed_distca.PackedSequenceCollator()(features), expected_loss, expected)
     return {**outcome, "servers": len(engine.distca.stats.predicted_server_seconds)}
+
+
+def train_with_a_pool(lengths: list[list[list[int]]], zero: int, checkpointing: str, **block) -> dict:
+    """A step over micro-batches of a DataLoader of each rank, by micro-batch and rank the documents that are drawn;
+    the first step warms up. Errors against the documents run alone, and each rank's part of the attention of the
+    last step, forward and backward, as planned and as its kernel was given it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rng = np.random.default_rng(0)
+    documents = [[[rng.integers(0, VOCABULARY, size=n).tolist() for n in row] for row in batch] for batch in lengths]
+    expected_loss, expected = reference(
+        tiny_llama(), [dict(enumerate(d for row in b for d in row)) for b in documents]
+    )
+    model = tiny_llama()
+    enable_checkpointing(model, checkpointing)
+    block = {"advanced": {"granularity": 8}, "keep_attention": True, **block}
+    engine, *_ = deepspeed.initialize(model=model, config=ds_config(zero, len(lengths), block, lr=0.0))
+    engine.train()
+    mine = [[{"input_ids": d} for d in batch[rank]] for batch in documents]
+    loader = DataLoader(mine, batch_size=None, collate_fn=deepspeed_distca.PackedSequenceCollator())
+    targets = sum(max(0, len(d) - 1) for batch in documents for d in batch[rank])
+    area, work = CostModel.area(), 0
+
+    def counted(phase: Phase, kernel: Callable) -> Callable:
+        def call(self, *args):
+            nonlocal work
+            for tasks in (given for given in args if isinstance(given, TaskBatch)):
+                unseen = tasks.q_len * (tasks.q_len - 1) // 2 if tasks.causal else 0
+                work += area.phase(phase).pair * int((tasks.q_len * tasks.k_len - unseen).sum())
+            return kernel(self, *args)
+
+        return call
+
+    with ExitStack() as stack:
+        for phase in PHASES:
+            kernel = counted(phase, getattr(TimedKernel, phase))
+            stack.enter_context(mock.patch.object(TimedKernel, phase, kernel))
+        for _ in range(2):
+            losses, gradients = [], {}
+            work = 0
+            for index, batch in enumerate(loader):
+                loss = engine(**batch, step_targets=targets).loss
+                losses.append(loss.detach())
+                engine.backward(loss)
+                if index == len(lengths) - 1:
+                    gradients = full_gradients(engine)
+                engine.step()
+    found = torch.tensor([float(sum(losses)) / len(losses), *(float(work * (r == rank)) for r in range(world))])
+    dist.all_reduce(found)
+    planned = engine.distca.stats.predicted_server_seconds
+    scale = max(float(g.norm()) for g in expected.values())
+    errors = [float((gradients[n] - g).norm()) / max(float(g.norm()), 1e-3 * scale) for n, g in expected.items()]
+    return {
+        "loss": float(found[0]) / world,
+        "expected": expected_loss,
+        "gradient_error": max(errors),
+        "planned": [seconds / sum(planned) for seconds in planned],
+        "computed": (found[1:] / found[1:].sum()).tolist(),
+    }
+
+
+def pools(cases: list[dict]) -> list[dict]:
+    deepspeed.init_distributed("gloo")
+    return [train_with_a_pool(**case) for case in cases]
 
 
 def loss_curves(steps: int, **options) -> dict:

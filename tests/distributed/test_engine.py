@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, PhaseCost
+from deepspeed_distca.scheduler.profiles import Profile, Setting
 from tests.distributed.harness import run_ranks, slowness
 
 TOLERANCE = 1e-5
@@ -124,6 +129,34 @@ def test_exact_over_more_ranks(world: int) -> None:
     # As if two ranks made a node.
     cases.append(case([spanning, lonely, mixed], 1, seed=world, advanced={"granularity": 16, "node_size": 2}))
     check(run_ranks("tests.distributed.engine_worker:train_cases", world, cases=cases), cases)
+
+
+def test_a_pool(tmp_path: Path) -> None:
+    """Two ranks hold the documents, a third one is never given any. With equal attention it has a third of it. In two
+    nano-batches it begins while the others have linear work, and has so much more."""
+    # As if a device took so long that neither host nor links count.
+    area = CostModel.area()
+    slow = {phase: PhaseCost(10**6 * area.phase(phase).pair) for phase in PHASES}
+    Profile(Setting("any", "any", "any", "bf16"), replace(area, **slow)).save(tmp_path / "costs.json")
+    lengths = [[[211, 189], [400], []], [[400], [50] * 8, []]]
+    options = (
+        dict(zero=0, checkpointing="off"),
+        dict(zero=1, checkpointing="non-reentrant"),
+        dict(zero=3, checkpointing="off"),
+    )
+    cases = [
+        dict(lengths=lengths, cost_model=str(tmp_path / "costs.json"), overlap=overlap, **o)
+        for overlap in ("local_first", "ping_pong")
+        for o in options
+    ]
+    results = run_ranks("tests.distributed.engine_worker:pools", 3, cases=cases)
+    check(results, cases)
+    for case, outcome in zip(cases, results[0], strict=True):
+        pool = outcome["computed"][2]
+        assert outcome["planned"] == pytest.approx(outcome["computed"], abs=0.01), (case, outcome)
+        # 2 x 800 tokens with as much linear work as 120 pairs each, twice that in backward, where a pair is 2.44 times
+        # the work, and 210,721 pairs: (3 * 1,600 * 120 + 3.44 * 210,721) / 3 / 3.44 / 210,721.
+        assert pool == pytest.approx(1 / 3 if case["overlap"] == "local_first" else 0.598, abs=0.02), (case, outcome)
 
 
 @pytest.mark.quick

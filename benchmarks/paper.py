@@ -13,9 +13,7 @@ forward and 6 in its backward, which nothing hides, for all policies alike. "WLB
 WLB, whose ranks wait for gathered keys, over those of the plugin with default options: over nodes two nano-batches
 ("ping_pong"), with "keep_attention" true; over pipelines "local_first", and plans that know no nodes. "Its exchange
 hidden" is the same, were all that rows and nano-batches cost the plugin ("exchange") nothing; "WLB's keys hidden" WLB
-with keys that travel under attention as far as that is long, over the plugin. The last columns are of a DeepSpeed
-user's set-up: no tensor parallelism, ZeRO-3, 65,536 tokens a GPU; there the 34B model has no memory for the attention
-of all layers, and "local_first". Nothing is measured.
+with keys that travel under attention as far as that is long, over the plugin. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ WLB = "dealt by work"
 RATIOS = ("waiting", "all hidden", "hidden", "ideal")
 NAMES = ("WLB / plugin", "its exchange hidden", "WLB's keys hidden", "plugin / ideal")
 COLUMNS = ("model", "documents", "context", "GPUs", *(f"3D: {NAMES[0]}", *NAMES[1:]), "exchange", "plain / plugin")
-COLUMNS += ("most tokens: WLB", *(f"4D: {NAMES[0]}", *NAMES[1:]), *(f"ZeRO-3: {NAMES[0]}", *NAMES[1:]))
+COLUMNS += ("most tokens: WLB", *(f"4D: {NAMES[0]}", *NAMES[1:]))
 
 
 @dataclass(frozen=True)
@@ -94,14 +92,6 @@ def paper(name: str, gpus: int, stages: int) -> tuple[TensorParallel, int]:
     return TensorParallel(model, cost, options, True, True, 1, stages), TOKENS[name]
 
 
-def zero_3(name: str, gpus: int) -> tuple[Training, int]:
-    """A DeepSpeed user's, and tokens of a GPU."""
-    model = Model.of(CONFIGS[name])
-    cost = choose(H200, model.heads, folder=None).cost
-    options = replace(training_options(CONFIGS[name]), topology=Topology.of_size(NODE, gpus))
-    return Training(model, cost, options, True, True, 3), 65536
-
-
 def steps(training: Training, tokens: int, workload: str, context: int, ranks: int) -> list[dict[str, Outcome]] | None:
     """Outcomes by name, with WLB waiting for keys and with keys hidden; None where the documents do not last."""
     lengths = document_lengths(workload, context)
@@ -117,7 +107,6 @@ def row(name: str, workload: str, context: int, gpus: int) -> dict[str, Any]:
     made = {
         "3D": (*paper(name, gpus, 1), gpus // NODE),
         "4D": (*paper(name, gpus, STAGES), gpus // NODE),
-        "ZeRO-3": (*zero_3(name, gpus), gpus),
     }
     found: dict[str, Any] = {"model": name, "documents": workload, "context": context, "GPUs": gpus}
     for kind, (training, tokens, ranks) in made.items():
@@ -162,18 +151,18 @@ def cells(row: dict[str, Any]) -> list[str]:
 
     about = [row["model"], row["documents"], f"{row['context'] // 1024}K", str(row["GPUs"])]
     three = of("3D", *RATIOS, "exchange", "plain", "tokens")
-    return [*about, *three, *of("4D", *RATIOS), *of("ZeRO-3", *RATIOS)]
+    return [*about, *three, *of("4D", *RATIOS)]
 
 
 def ranges(found: list[dict[str, Any]]) -> list[list[str]]:
     """Of all sizes: published beside ours."""
     lines = [["", "documents", "published", *NAMES]]
-    for kind in ("3D", "4D", "ZeRO-3"):
+    for kind in ("3D", "4D"):
         for workload in WORKLOADS:
             own = [row[kind] for row in found if row["documents"] == workload and row.get(kind)]
             spans = [sorted(one[key] for one in own) for key in RATIOS]
             told = [f"{span[0]:.2f}-{span[-1]:.2f}, median {statistics.median(span):.2f}" for span in spans]
-            lines.append([kind, workload, PUBLISHED.get((kind, workload), ""), *told])
+            lines.append([kind, workload, PUBLISHED[kind, workload], *told])
     return lines
 
 

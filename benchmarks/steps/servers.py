@@ -22,8 +22,8 @@ from deepspeed_distca.attention_server.parts import Parts
 from deepspeed_distca.attention_server.phase_planner import PlanOptions
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.row_dots import row_dots
-from deepspeed_distca.attention_server.steps import WorkspaceGradients, serve_backward
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.workspace import WorkspaceGradients, serve_backward
 from deepspeed_distca.config import DistCAConfig
 from deepspeed_distca.cost_choice import find_cost_model
 from deepspeed_distca.plan_options import plan_options

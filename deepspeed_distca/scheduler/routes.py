@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout, sort_rows
+from deepspeed_distca.layout import LENGTH, RANK, Layout, sort_rows
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.relays import DEFAULT_RULE, RelayRule, relays
+from deepspeed_distca.scheduler.row_ranges import SegmentIndex, most_tasks, rows_within, task_levels, unions
 from deepspeed_distca.scheduler.tasks import K_END, K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT, is_full
 from deepspeed_distca.scheduler.topology import Topology
-from deepspeed_distca.trees import BRANCH_DOCUMENT
 
 #: Columns of a run: the other rank, first row at home, first row in the server's workspace, number of rows. A relayed
 #: run has the row in the relay's workspace in place of the one at home.
@@ -158,11 +158,11 @@ class RouteCompiler:
         self._layout = layout
         self._bytes: dict[tuple[Heads, str], tuple[np.ndarray, np.ndarray]] = {}  # asked for twice
         self._home_rows = layout.tokens
-        index = _SegmentIndex(layout)
+        index = SegmentIndex(layout)
         tasks = np.array(tasks, dtype=np.int64)
         tasks[:, TASK_DOCUMENT] = index.number(tasks[:, TASK_DOCUMENT])
         tasks = tasks[sort_rows(tasks[:, SERVER], tasks[:, TASK_DOCUMENT], tasks[:, Q_START])]
-        self._tasks_per_row = _most_tasks(layout.branches)
+        self._tasks_per_row = most_tasks(layout.branches)
         self._shared = self._tasks_per_row > 1
         self._split(index, tasks)
         self._place(index)
@@ -170,7 +170,7 @@ class RouteCompiler:
         if len(self._kv_runs):
             self._kv_source = relays(self._kv_runs, layout.num_ranks, rule, nodes)
 
-    def _split(self, index: _SegmentIndex, tasks: np.ndarray) -> None:
+    def _split(self, index: SegmentIndex, tasks: np.ndarray) -> None:
         """Which tasks run in place: keys and queries in one segment of the server's own, the first of its unit."""
         document, k_start, q_end = tasks[:, TASK_DOCUMENT], tasks[:, K_START], tasks[:, Q_END]
         segment = index.find(document, k_start)
@@ -192,9 +192,9 @@ class RouteCompiler:
         self._local, self._local_segment = tasks[in_place], segment[in_place]
         self._local_shift = index.row[self._local_segment] - index.start[self._local_segment]
         self._remote = tasks[~in_place]
-        self._local_level, self._remote_level = _levels(self._local), _levels(self._remote)
+        self._local_level, self._remote_level = task_levels(self._local), task_levels(self._remote)
 
-    def _place(self, index: _SegmentIndex) -> None:
+    def _place(self, index: SegmentIndex) -> None:
         """Gives every workspace task its rows and lists the runs that fill the workspaces."""
         t = self._remote
         if not len(t):  # small steps wait for a plan: nothing is worked out for nothing
@@ -204,8 +204,8 @@ class RouteCompiler:
         server, document = t[:, SERVER], t[:, TASK_DOCUMENT]
         q_server, q_document, q_lo, q_hi, of_task = server, document, t[:, Q_START], t[:, Q_END], np.arange(len(t))
         if self._shared:  # the union of the tasks' queries, as of keys below
-            q_server, q_document, q_lo, q_hi, of_task = _unions(server, document, q_lo, q_hi, joined=False)
-        q_row = _rows_within(q_server, q_hi - q_lo)
+            q_server, q_document, q_lo, q_hi, of_task = unions(server, document, q_lo, q_hi, joined=False)
+        q_row = rows_within(q_server, q_hi - q_lo)
         self._q_work = q_row[of_task] + t[:, Q_START] - q_lo[of_task]
         which, home, home_row, offset, rows = index.pieces(q_document, q_lo, q_hi)
         self._q_runs = np.stack([q_server[which], home, home_row, q_row[which] + offset, rows], axis=1)
@@ -214,9 +214,9 @@ class RouteCompiler:
         # together the longest is first, so that without a window the first wave covers all keys.
         order = np.lexsort((-t[:, K_END], t[:, K_START], document, server))
         ranges = server[order], document[order], t[order, K_START], t[order, K_END]
-        i_server, i_document, i_lo, i_hi, interval = _unions(*ranges, joined=True)
+        i_server, i_document, i_lo, i_hi, interval = unions(*ranges, joined=True)
         first = np.flatnonzero(np.append(1, np.diff(interval)))
-        i_row = _rows_within(i_server, i_hi - i_lo)
+        i_row = rows_within(i_server, i_hi - i_lo)
         which, home, home_row, offset, rows = index.pieces(i_document, i_lo, i_hi)
         self._kv_runs = np.stack([i_server[which], home, home_row, i_row[which] + offset, rows], axis=1)
 
@@ -358,88 +358,6 @@ def _at_home(rank: int, rows: int, local: TaskRanges, tasks_per_row: int = 1) ->
     return Routes(rank, rows, local, tasks, (), 0, 0, *runs, tasks_per_row)
 
 
-class _SegmentIndex:
-    """Finds the segments that hold a range of a document's positions, for many ranges at once. Documents go by numbers
-    0..n-1, in order of their ids: ids may be any int64, and products with them would leave it."""
-
-    def __init__(self, layout: Layout) -> None:
-        s, row = layout.segments[layout.order], layout.rows[layout.order]
-        if len(layout.contexts):
-            document, start, length, rank, context_row = layout.contexts.T
-            s = np.concatenate([s, np.stack([rank, document, start, length], axis=1)])
-            order = sort_rows(s[:, DOCUMENT], s[:, START])
-            s, row = s[order], np.append(row, context_row)[order]
-        self.rank, self.start = s[:, RANK], s[:, START]
-        self.end = self.start + s[:, LENGTH]
-        self.row = row
-        document = s[:, DOCUMENT]
-        new = np.append(True, document[1:] != document[:-1])[: len(document)]
-        self._ids = document[new]
-        self._span = int(self.end.max(initial=0)) + 1
-        self._key = (np.cumsum(new) - 1) * self._span + self.start
-        self.is_tree = np.isin(self._ids, layout.branches[:, BRANCH_DOCUMENT])  # by number
-
-    def number(self, ids: np.ndarray) -> np.ndarray:
-        """The numbers of documents."""
-        numbered = len(self._ids) and self._ids[0] == 0 and self._ids[-1] == len(self._ids) - 1
-        return ids if numbered else np.searchsorted(self._ids, ids)
-
-    def find(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """The segment that holds each position."""
-        return np.searchsorted(self._key, document * self._span + position, side="right") - 1
-
-    def pieces(self, document: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Cuts ranges [lo, hi) at segment borders, one entry a piece: (index of the range, rank, row there, offset in
-        the range, rows)."""
-        first = self.find(document, lo)
-        count = self.find(document, hi - 1) - first + 1
-        which = np.repeat(np.arange(len(lo)), count)
-        segment = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
-        start = np.maximum(self.start[segment], lo[which])
-        rows = np.minimum(self.end[segment], hi[which]) - start
-        row = self.row[segment] + start - self.start[segment]
-        return which, self.rank[segment], row, start - lo[which], rows
-
-
-def _most_tasks(branches: np.ndarray) -> int:
-    """Of any query row, by ``Layout.branches``: one for its own branch and one for each above it."""
-    above: dict[tuple[int, int], int] = {}
-    for document, start, _, parent in branches.tolist():
-        above[document, start] = above.get((document, parent), 0) + 1
-    return max(above.values(), default=1)
-
-
-def _levels(tasks: np.ndarray) -> np.ndarray:
-    """``TaskRanges.level`` of ``Tasks.rows``, which are sorted by server, document and first query."""
-    found = np.zeros(len(tasks), dtype=np.int64)
-    ends: list[int] = []  # of the last task of each level
-    group = None
-    for i in np.flatnonzero(is_full(tasks)).tolist():
-        document, start, end, _, _, server = tasks[i].tolist()
-        if group != (server, document):
-            group, ends = (server, document), []
-        level = next((n for n, reach in enumerate(ends) if reach <= start), len(ends))
-        ends[level : level + 1] = [end]
-        found[i] = 1 + level
-    return found
-
-
-def _unions(
-    server: np.ndarray, document: np.ndarray, low: np.ndarray, high: np.ndarray, *, joined: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The unions of ranges [low, high) of one document at one server that overlap, or, `joined`, touch each other:
-    their server, document, low and high, and which of them each range is part of. Ranges are sorted by server,
-    document and low."""
-    new_group = np.append(True, (server[1:] != server[:-1]) | (document[1:] != document[:-1]))
-    lift = np.cumsum(new_group) * (int(high.max()) + 1)
-    reach = np.maximum.accumulate(high + lift) - lift  # the furthest end so far within the group
-    new = new_group.copy()
-    new[1:] |= (low[1:] > reach[:-1]) if joined else (low[1:] >= reach[:-1])
-    first = np.flatnonzero(new)
-    last = np.append(first[1:], len(low)) - 1
-    return server[first], document[first], low[first], reach[last], np.cumsum(new) - 1
-
-
 def bytes_of(rows: np.ndarray, size: int) -> np.ndarray:
     """Bytes of so many rows of a size, int64 like `rows`.
 
@@ -449,14 +367,3 @@ def bytes_of(rows: np.ndarray, size: int) -> np.ndarray:
     if float(rows.sum(dtype=np.float64)) * size > _MAX_BYTES:
         raise OverflowError(f"moved rows of {size} bytes exceed {_MAX_BYTES} bytes in all: the heads are too large")
     return rows * size
-
-
-def _rows_within(group: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """First row of each entry when the entries of a group lie one after another; groups are contiguous."""
-    start = np.cumsum(rows) - rows
-    if not len(group):
-        return start
-    new = np.ones(len(group), dtype=bool)
-    new[1:] = group[1:] != group[:-1]
-    first = np.flatnonzero(new)
-    return start - start[first][np.cumsum(new) - 1]

@@ -80,7 +80,7 @@ class Units:
     def places(self, unit: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, ...]:
         """Document, first and last query and first and last key, in rows of the document, of queries [start, end) of
         units; int64 like the arguments [n] each. Ends are exclusive."""
-        if not self.full and not len(self._keys):
+        if not len(self._document):
             return unit, start, end, key_start(start, self.window), end
         keys, q_shift, k_shift = self._keys[unit], self._q_shift[unit], self._k_shift[unit]
         full = keys > 0

@@ -10,8 +10,8 @@ from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
 from deepspeed_distca.attention_server.parts import Parts
 from deepspeed_distca.attention_server.rank_plan import RankPlan
-from deepspeed_distca.attention_server.steps import WorkspaceGradients, serve_backward
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
+from deepspeed_distca.attention_server.workspace import WorkspaceGradients, serve_backward
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import task_rows

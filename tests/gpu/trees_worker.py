@@ -41,26 +41,35 @@ def check(seed: int, kernel: str) -> list[dict]:
     rng = np.random.default_rng(seed)
     prompts = [[(900, None), *[(200, 0)] * 6], [(2047, None), (513, 0), (100, 1), (77, 1), (300, 0)]]
     answers = Layout.from_trees([[*prompts, 640], *[[300, 64]] * (world - 1)])
-    cases = [("answers", answers, False), ("answers, moved", answers, True)]
-    cases += [(f"random {i}", random_layout(rng, world, 6, 700, trees=0.7), True) for i in range(4)]
+    cases = [("answers", answers, False, None), ("answers, moved", answers, True, None)]
+    cases += [("window", answers, False, 256), ("window, moved", answers, True, 256)]
+    cases += [(f"random {i}", random_layout(rng, world, 6, 700, trees=0.7), True, None) for i in range(4)]
     found = []
-    for name, layout, moved in cases:
-        plans, sizes = [], []
+    for name, whole, moved, window in cases:
+        plans, sizes, layout = [], [], whole.for_window(window)
         for phase in ("forward", "backward"):
-            tasks = random_tasks(rng, layout, None) if moved else home_tasks(layout)
+            tasks = random_tasks(rng, layout, window) if moved else home_tasks(layout, window)
             compiler = RouteCompiler(layout, tasks)
             plans.append(RankPlan(compiler.rank(rank)))
             sizes += compiler.bytes_between(HEADS, phase)
         plan = LayerPlan.whole(*plans, moves.for_sizes(np.maximum.reduce(sizes)), SideStream())
-        found.append({"case": name, **_case(layout, plan, chosen, rank, device, seed)})
+        found.append({"case": name, **_case(whole, plan, window, chosen, rank, device, seed)})
     if group is not None:
         processes.meet(group, device)
     return found
 
 
-def _case(layout: Layout, plan: LayerPlan, kernel: Kernel, rank: int, device: torch.device, seed: int) -> dict:
+def _case(
+    layout: Layout,
+    plan: LayerPlan,
+    window: int | None,
+    kernel: Kernel,
+    rank: int,
+    device: torch.device,
+    seed: int,
+) -> dict:
     generator = torch.Generator(device).manual_seed(seed)
-    spec, reference = AttentionSpec(DIM**-0.5), make_kernel("reference")
+    spec, reference = AttentionSpec(DIM**-0.5, window), make_kernel("reference")
     shapes = [(Q_HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM), (Q_HEADS, DIM)]  # q, k, v, dout
     lengths: dict[int, int] = {}
     for _, document, start, length in layout.segments.tolist():
@@ -103,7 +112,7 @@ def _texts(seen: np.ndarray, tensors: list[torch.Tensor], spec: AttentionSpec, k
         told[rows] = True
         index = torch.from_numpy(rows).to(q.device)
         layout = Layout.from_lengths([[len(rows)]])
-        part = RankPlan(RouteCompiler(layout, home_tasks(layout)).rank(0))
+        part = RankPlan(RouteCompiler(layout, home_tasks(layout, spec.window)).rank(0))
         given = [t[index] for t in tensors[:3]], dout[index] * new[:, None, None]
         out, *gradients = _run(*given[0], given[1], LayerPlan.whole(part, part), spec, kernel)
         found[0][index[new]] = out[new]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
 from deepspeed_distca.huggingface.decoders import other_mixing
 from deepspeed_distca.huggingface.probe import Fault, Probe, Rows, Targets, Weighting
-from deepspeed_distca.huggingface.row_rope import longest_document, row_rules
+from deepspeed_distca.huggingface.row_rope import longest_document, row_rules, takes_axes
 from deepspeed_distca.huggingface.tiny_forwards import TinyForwards
 
 
@@ -38,6 +38,7 @@ class Contract:
         whole_rows: there is one result for a row, so that a row may hold one document only.
         longest_document: longer ones would change the rotary frequencies of others; None: no limit.
         rope_limits: lengths beyond which a document has other rotary frequencies.
+        takes_axes: position_ids may have several axes, [axes, batch, tokens], or it is not known that they may not.
         rows: how documents may share a row. Unless it is "packed", something beside core attention passes through a
             document (a convolution, a recurrent state, a count of places), and each must be whole on one rank.
         why: what was found with several documents in a row, where each must have its own.
@@ -54,6 +55,7 @@ class Contract:
     why: str = field(default="", compare=False)
     name: str = field(default="this model", compare=False)
     rope_limits: tuple[int, ...] = ()
+    takes_axes: bool = True
 
 
 def find_contract(
@@ -80,7 +82,7 @@ def find_contract(
     """
     rules = row_rules(decoder)
     longest, limits = longest_document(rules), tuple(sorted({rule.limit for rule in rules if rule.two_sided}))
-    name = f"{type(decoder).__name__} ({decoder.config.model_type})"
+    name, axes = f"{type(decoder).__name__} ({decoder.config.model_type})", takes_axes(decoder)
     if not probe:
         mixing = other_mixing(decoder)
         if mixing:
@@ -88,13 +90,14 @@ def find_contract(
                 f"{name} mixes tokens by {mixing} beside attention; how it takes documents is found by trying it: "
                 "leave `distca.advanced.probe` on"
             )
-        return Contract(longest_document=longest, rope_limits=limits)
+        return Contract(longest_document=longest, rope_limits=limits, takes_axes=axes)
     forwards = TinyForwards(module, decoder, modules, device, forget)
     try:
         with forwards.ready():
             asked = Probe(forwards, decoder, min((rule.limit for rule in rules), default=None))
             rows, takes_positions, why = _rows(asked)
-            return Contract(*asked.loss(), takes_positions, asked.whole_rows, longest, rows, why, name, limits)
+            loss = asked.loss()
+            return Contract(*loss, takes_positions, asked.whole_rows, longest, rows, why, name, limits, axes)
     except UnsupportedModelError:
         raise
     except Fault as fault:

@@ -189,7 +189,8 @@ class PingPong:
         if value.ndim == 1 and batch == 1 and len(value) == tokens:
             parts = value[:cut], value[cut:]
             return tuple(part if len(part) else value[:1] for part in parts)
-        if value.ndim < 2 or value.shape[0] not in (1, batch) or value.shape[1] != tokens:
+        axes = key == "position_ids" and value.ndim > 2  # not rows, whatever their number
+        if axes or value.ndim < 2 or value.shape[0] not in (1, batch) or value.shape[1] != tokens:
             raise UnsupportedModelError(
                 f"{self._name}: do not know how to divide {key} {list(value.shape)} of {batch} x {tokens} tokens. "
                 f"{_OTHERWISE}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ from deepspeed_distca.huggingface.attention_function import UnsupportedModelErro
 _POSITIONS = "position_ids"
 #: Beyond every length that models are made for, and still a whole number in fp32.
 _FAR = 2**24 - 1
+#: Numbers of axes that models have been seen to take: rows and columns, with time, with the text's.
+_AXES = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,18 @@ def row_rules(model: nn.Module) -> list[RowRule]:
     """
     return [
         rule
-        for name, module in model.named_modules()
-        if not any(True for _ in module.parameters()) and _POSITIONS in _parameters(module)
+        for name, module in _rotary_modules(model)
         for layer_type in _layer_types(module)
         if (rule := _rule(model, name, module, layer_type)) is not None
     ]
+
+
+@torch.no_grad()
+def takes_axes(model: nn.Module) -> bool:
+    """Whether a model may be given position ids of several axes, [axes, batch, tokens]: False where all its rotary
+    modules are for one alone. Of a model without any it is not known, and True."""
+    modules = [module for _, module in _rotary_modules(model)]
+    return not modules or any(_takes_axes(module, kind) for module in modules for kind in _layer_types(module))
 
 
 def longest_document(rules: list[RowRule]) -> int | None:
@@ -149,6 +159,30 @@ class RowRope:
 # Asking a module.
 
 
+def _rotary_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules without parameters that are given position ids, with their names."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if not any(True for _ in module.parameters()) and _POSITIONS in _parameters(module)
+    ]
+
+
+def _takes_axes(module: nn.Module, layer_type: Any) -> bool:
+    """Whether a module returns the same of a row with some number of axes as of one with one axis. Those that know of
+    one alone return something for each, or fail."""
+    row = (0, 1, 2, 3, 4)
+    try:
+        one = _ask(module, layer_type, row)
+    except Exception:
+        return True  # it wants other arguments: not known
+    for axes in _AXES:
+        with suppress(Exception):
+            if [t.shape for t in _ask(module, layer_type, (row,) * axes)] == [t.shape for t in one]:
+                return True
+    return False
+
+
 @torch.no_grad()
 def _rule(model: nn.Module, name: str, module: nn.Module, layer_type: Any) -> RowRule | None:
     def row(longest: int) -> list[torch.Tensor]:
@@ -201,14 +235,15 @@ def _in_a_layer(model: nn.Module, parent: nn.Module) -> bool:
     return sum(type(m) is type(parent) for m in model.modules()) > 1
 
 
-def _ask(module: nn.Module, layer_type: Any, positions: tuple[int, ...]) -> list[torch.Tensor]:
-    """What a fresh copy of a module returns for one row of positions."""
-    arguments: dict[str, Any] = {_POSITIONS: torch.tensor([positions])}
+def _ask(module: nn.Module, layer_type: Any, positions: tuple[Any, ...]) -> list[torch.Tensor]:
+    """What a fresh copy of a module returns for one row of positions, or for one row of each axis."""
+    given = torch.tensor(positions)
+    arguments: dict[str, Any] = {_POSITIONS: given.unsqueeze(-2)}
     if "layer_type" in _parameters(module) and layer_type is not None:
         arguments["layer_type"] = layer_type
     first = next(iter(_parameters(module)))
     if first != _POSITIONS:
-        arguments[first] = torch.zeros(1, len(positions), 1)
+        arguments[first] = torch.zeros(1, given.shape[-1], 1)
     return _tensors(type(module).forward(copy_on_host(module), **arguments))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ KINDS: dict[str, tuple] = {
         CAUSAL,
     ),
     "gpt-oss": (lambda: GptOssForCausalLM(GptOssConfig(**SIZES, **EXPERTS, head_dim=8)), CAUSAL),
-    "longrope": (longrope, CAUSAL),
+    "longrope": (longrope, Contract(rope_limits=(LIMIT,))),
     "dynamic RoPE": (lambda: dynamic(64), Contract(longest_document=64)),
     "a fused loss": (lambda: llama(Fused), CAUSAL),
     "classes of tokens": (
@@ -188,6 +189,11 @@ KINDS: dict[str, tuple] = {
 }
 
 
+def beside_axes(found: Contract) -> Contract:
+    """What was found, but for whether positions may have several axes: of that test_row_rope.py has the cases."""
+    return replace(found, takes_axes=True)
+
+
 def contract_of(model: PreTrainedModel, probe: bool = True) -> Contract:
     return find_contract(model, model, attention_modules(model), device=torch.device("cpu"), probe=probe)
 
@@ -198,8 +204,9 @@ def test_found_by_running_it(kind):
     torch.manual_seed(0)
     model = make()
     settings = model.config.to_dict()
-    assert contract_of(model) == expected
-    assert contract_of(model.bfloat16()) == expected
+    found = contract_of(model)
+    assert beside_axes(found) == expected
+    assert contract_of(model.bfloat16()) == found
     assert model.config.to_dict() == settings
 
 
@@ -229,16 +236,32 @@ def test_a_state_cannot_go_on_in_the_second_half_of_a_row():
         PingPong(model, attention_modules(model), Contract(rows="alone"))
 
 
+def test_position_ids_of_axes_are_not_divided_as_rows_of_a_batch():
+    """Whatever their number: four axes of a batch of 4 x 4 tokens look like rows."""
+    model = llama()
+    halves = PingPong(model, attention_modules(model), Contract())
+    ids = torch.zeros(4, 4, dtype=torch.int64)
+    given = {"input_ids": ids, "mm_token_type_ids": ids, "inputs_embeds": torch.zeros(4, 4, 4)}
+    first, second = halves._halves(given, ids, 6)
+    assert first["inputs_embeds"].shape == (1, 6, 4) and second["mm_token_type_ids"].shape == (1, 10)
+    for axes in (3, 4):
+        with pytest.raises(UnsupportedModelError, match=rf"how to divide position_ids \[{axes}, 4, 4\]"):
+            halves._halves({**given, "position_ids": ids.expand(axes, 4, 4)}, ids, 6)
+
+
 def test_without_the_probe_other_mixers_are_refused_by_their_names():
     with pytest.raises(UnsupportedModelError, match="Lfm2ForCausalLM.*layers of kind conv.*probe"):
         contract_of(build("lfm2", {}), probe=False)
 
 
 def test_without_the_probe_only_rotary_embeddings_are_asked():
-    assert contract_of(llama(LlamaForTokenClassification), probe=False) == Contract()
-    assert contract_of(longrope(), probe=False) == Contract()
-    assert contract_of(dynamic(64), probe=False) == Contract(longest_document=64)
-    assert LIMIT == 16
+    for model, expected in (
+        (llama(LlamaForTokenClassification), Contract(takes_axes=False)),
+        (longrope(), Contract(rope_limits=(LIMIT,), takes_axes=False)),
+        (dynamic(64), Contract(longest_document=64, takes_axes=False)),
+        (gpt2(), Contract()),
+    ):
+        assert contract_of(model, probe=False) == expected
 
 
 def test_partitioned_parameters_and_the_training_after_it():

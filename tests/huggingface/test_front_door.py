@@ -122,6 +122,16 @@ def test_of_four_axes_of_positions_the_first_is_the_texts():
         come_in(position_ids=four, **MERGED["cu_seqlens"])
 
 
+@pytest.mark.parametrize("axes", [3, 4])
+def test_several_axes_of_positions_for_a_model_that_has_one(axes):
+    given = {"layout": DESCRIPTIONS["layout"]["layout"], "position_ids": DESCRIPTIONS["position_ids"]["position_ids"]}
+    given["position_ids"] = given["position_ids"].expand(axes, 1, 10)
+    assert come_in(**given).arguments["position_ids"] is given["position_ids"]
+    words = rf"shape \[{axes}, 1, 10\], but Llama has rotary embeddings of one axis; allowed: \[1, 10\]"
+    with pytest.raises(LayoutError, match=words):
+        come_in(Contract(takes_axes=False, name="Llama"), **given)
+
+
 def test_plain_and_padded_rows():
     rows = IDS.view(2, 5)
     admitted = come_in(input_ids=rows, labels=rows)

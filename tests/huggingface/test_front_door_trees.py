@@ -50,6 +50,19 @@ def test_the_first_branch_may_be_the_target_of_its_parent() -> None:
         admit({**batch, "input_ids": ids}, Contract())
 
 
+def test_other_documents_may_go_on_beside_a_tree() -> None:
+    """A token at the end of a piece has its target, wherever the next piece lies."""
+    segments = np.array([[0, 0, 0, 3], [0, 1, 0, 3], [1, 1, 3, 2]])
+    layout = Layout(segments, 2, np.array([[0, 0, 1, -1], [0, 1, 1, 0], [0, 2, 1, 0]]))
+    ids, shifted = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[-100, -100, -100, 5, 6, 7]])
+    positions = torch.from_numpy(layout.position_ids(0))[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "layout": layout}
+    admitted = admit({**batch, "shift_labels": shifted, "num_targets": 3}, Contract(), place=(0, 2))
+    assert admitted.arguments["shift_labels"].tolist() == shifted.tolist()
+    with pytest.raises(BatchError, match="a document continues on other ranks, .* which labels cannot say"):
+        admit({**batch, "labels": torch.tensor([[-100, -100, -100, -100, 5, 6]])}, Contract(), place=(0, 2))
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -21,7 +21,8 @@ from transformers import (
 from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.ping_pong import PingPong
-from deepspeed_distca.huggingface.row_rope import RowRope, longest_document, row_rules
+from deepspeed_distca.huggingface.row_rope import RowRope, longest_document, row_rules, takes_axes
+from tests.distributed.model_families import build
 
 SIZES = dict(
     vocab_size=97,
@@ -200,3 +201,29 @@ def test_halves_of_a_row_would_not_share_it(model):
     model = model()
     with pytest.raises(UnsupportedModelError, match="longest position"):
         PingPong(model, [layer.self_attn for layer in model.model.layers], Contract())
+
+
+@pytest.mark.parametrize("axes", [2, 3, 4])
+def test_position_ids_of_several_axes_are_for_models_that_put_them_together(axes):
+    class Together(nn.Module):
+        def forward(self, x, position_ids):
+            return position_ids.expand(axes, -1, -1).sum(0)[..., None].float()
+
+    class WithAxes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rotary, self.of_images = Together(), dynamic(64).model.rotary_emb
+
+    assert takes_axes(WithAxes())
+    assert not takes_axes(dynamic(64)) and not takes_axes(longrope())
+    assert takes_axes(nn.Linear(2, 2))  # no rotary embedding says that they may not be
+
+
+def test_a_model_says_whether_it_takes_several_axes():
+    for model_type, options, takes in (
+        ("llama", {}, False),
+        ("gemma3_text", {}, False),
+        ("gpt2", {}, True),
+        ("qwen3_5_text", {}, True),
+    ):
+        assert takes_axes(build(model_type, options)) is takes, model_type

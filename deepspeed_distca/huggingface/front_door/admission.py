@@ -135,8 +135,7 @@ def admit(
     arguments = _with_positions(arguments, layout, mine, rows, tokens, contract)
     if layout.has_trees:
         check_targets(arguments, layout, rank)
-        mine_apart = chains(layout, mine)
-        arguments = with_targets(arguments, mine_apart, mine_apart[:, LENGTH], real, contract, limits, say)
+        arguments = with_targets(arguments, *chains(layout, mine, whole), real, contract, limits, say)
     else:
         arguments = with_targets(arguments, mine, whole, real, contract, limits, say)
     said, targets = given.get("num_targets"), 0
@@ -285,8 +284,17 @@ def _with_positions(
     arguments: dict[str, Any], layout: Layout, mine: np.ndarray, rows: int, tokens: int, contract: Contract
 ) -> dict[str, Any]:
     """The arguments with positions from 0 in every document, where none were given and the model's own count, along a
-    row, would be another."""
+    row, would be another.
+
+    Raises:
+        LayoutError: positions of several axes for a model that has one, or none where they must be given.
+    """
     positions = arguments.get("position_ids")
+    if positions is not None and np.ndim(positions) > 2 and not contract.takes_axes:
+        raise LayoutError(
+            f"position_ids have shape {list(np.shape(positions))}, but {contract.name} has rotary embeddings of one "
+            f"axis; allowed: [{rows}, {tokens}], or leave them out where documents are whole"
+        )
     if contract.rows == "alone" and positions is not None and np.ndim(positions) < 3:
         # They count from 0 in every row, as the model does itself, if not from another number.
         return {key: value for key, value in arguments.items() if key != "position_ids"}

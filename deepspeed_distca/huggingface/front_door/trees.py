@@ -83,26 +83,31 @@ def check_model(layout: Layout, contract: Contract) -> None:
             )
 
 
-def chains(layout: Layout, mine: np.ndarray) -> np.ndarray:
+def chains(layout: Layout, mine: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The segments of a rank with its trees cut into chains: rows each of which attends to the one before it. As
-    segments, each of a document of its own.
+    segments, each of a document of its own. And how long the documents of all of them are as a whole.
 
     Args:
         mine: the rows of ``Layout.segments`` of the rank.
+        whole: how long the documents of these are as a whole, int64 [segments].
     """
     found: list[tuple[int, int, int, int]] = []
+    lengths: list[int] = []
     branches = by_document(layout.branches)
-    for rank, document, start, length in mine.tolist():
+    for (rank, document, start, length), all_rows in zip(mine.tolist(), whole.tolist(), strict=True):
         if document not in branches:
             found.append((rank, document, start, length))
+            lengths.append(all_rows)
             continue
         ends = _ends(branches[document])
         for begin, rows, parent in branches[document]:
-            if ends.get(parent) == begin:
-                found[-1] = (*found[-1][:3], found[-1][3] + rows)  # the first branch that goes on from its parent
+            if ends.get(parent) == begin:  # the first branch that goes on from its parent
+                found[-1] = (*found[-1][:3], found[-1][3] + rows)
+                lengths[-1] += rows
             else:
                 found.append((rank, document, 0, rows))
-    return np.array(found, dtype=np.int64).reshape(-1, 4)
+                lengths.append(rows)
+    return np.array(found, dtype=np.int64).reshape(-1, 4), np.array(lengths, dtype=np.int64)
 
 
 def check_targets(arguments: Mapping[str, Any], layout: Layout, rank: int) -> None:

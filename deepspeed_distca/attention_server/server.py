@@ -173,8 +173,7 @@ class AttentionServer:
         Args:
             ahead: what a loader has planned already.
         """
-        layout, what = everyone.layout, "the plan of a micro-batch"
-        two = everyone.in_two and not layout.has_trees
+        layout, two, what = everyone.layout, everyone.in_two, "the plan of a micro-batch"
         planned = self._planned(two, layout, "forward", ahead)
         plan = StepPlan(
             {p.window: LayerPlan.whole(p.part, None, self._exchange, self._side, self._watch) for p in planned},

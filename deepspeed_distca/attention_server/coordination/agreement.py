@@ -134,7 +134,7 @@ class Agreement:
             else 0,
             tokens_digest=micro_batch.tokens_digest,
             kept_layers=micro_batch.kept_layers,
-            in_two=micro_batch.in_two,
+            in_two=micro_batch.in_two and not layout.has_trees,
         )
 
     def _in_step(self, arrived: Callable[[], np.ndarray], message: np.ndarray) -> np.ndarray:

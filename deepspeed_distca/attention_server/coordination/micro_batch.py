@@ -25,7 +25,7 @@ class MicroBatch:
         tokens_digest: 63 bits of its tokens, by which ranks find that all of them have the same; 0: not known.
         ahead: its plan, where a loader has made it already; not told to the others.
         kept_layers: of how many checkpointed layers this rank can keep core attention for recomputation.
-        in_two: this rank can run it as two nano-batches.
+        in_two: this rank can run it as two nano-batches; with trees no rank can, in any group of servers.
     """
 
     layout: Layout

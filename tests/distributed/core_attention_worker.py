@@ -19,7 +19,7 @@ from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
 from deepspeed_distca.scheduler.topology import Topology
-from tests.distributed.random_plans import random_layout, random_tasks, visible
+from tests.distributed.random_plans import random_layout, random_tasks, texts_of, visible
 
 
 def dense(q, k, v, spec: AttentionSpec, seen: np.ndarray):
@@ -80,12 +80,13 @@ def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
             plans.append(RankPlan(compiler.rank(rank)))
         exchange.early = bool(rng.random() < 0.5)
         plan = LayerPlan.whole(*plans, exchange, SideStream() if rng.random() < 0.5 else None)
-        _one(layout, plan, spec, kernel, rank, (q_heads, kv_heads, dim, v_dim), rng, worst, getattr(torch, dtype))
+        compare(layout, plan, spec, kernel, rank, (q_heads, kv_heads, dim, v_dim), rng, worst, getattr(torch, dtype))
     dist.barrier()
     return worst
 
 
-def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype, attend=core_attention) -> None:
+def compare(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype, attend=core_attention) -> None:
+    """Runs one case on this rank and enters its errors among the worst, by the names of :func:`check`."""
     q_heads, kv_heads, dim, v_dim = shape
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 31)))
     lengths = {}
@@ -145,7 +146,7 @@ def _one(layout: Layout, plan, spec, kernel, rank, shape, rng, worst, dtype, att
 def _texts_alone(tensors, grads, use_lse: bool, spec: AttentionSpec, kernel, seen) -> dict[str, torch.Tensor]:
     """:func:`_alone` of every text of a tree, from its root to where nothing goes on: results of each row by the first
     text that has it, and the sum of all texts' gradients. A document that is no tree is one text."""
-    rows = [np.flatnonzero(seen[i]) for i in range(len(seen)) if not seen[i + 1 :, i].any()]
+    rows = texts_of(seen)
     if len(rows) <= 1:
         return _alone(tensors, grads, use_lse, spec, kernel)
     found = {

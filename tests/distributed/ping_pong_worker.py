@@ -33,7 +33,7 @@ from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.topology import Topology
 from tests.distributed import model_families, models_worker
-from tests.distributed.core_attention_worker import _one
+from tests.distributed.core_attention_worker import compare
 from tests.distributed.engine_worker import documents_of, ds_config, reference, tiny_llama
 from tests.distributed.operation_order import recorded
 from tests.distributed.random_plans import random_layout, random_tasks
@@ -83,7 +83,7 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
         def attend(q, k, v, plan, spec, kernel, ping_pong=ping_pong):
             return in_two(q, k, v, ping_pong, spec)
 
-        _one(layout, plan, spec, kernel, rank, shape, rng, worst, getattr(torch, dtype), attend)
+        compare(layout, plan, spec, kernel, rank, shape, rng, worst, getattr(torch, dtype), attend)
     dist.barrier()
     return worst
 

@@ -59,6 +59,11 @@ def visible(layout: Layout, document: int, length: int) -> np.ndarray:
     return seen
 
 
+def texts_of(seen: np.ndarray) -> list[np.ndarray]:
+    """The rows of every text of a document, from its first one to where nothing goes on, by :func:`visible`."""
+    return [np.flatnonzero(seen[i]) for i in range(len(seen)) if not seen[i + 1 :, i].any()]
+
+
 def branch_of(layout: Layout, document: int, row: int) -> int:
     """The branch that a row of a tree is in, by its start."""
     starts = layout.branches[layout.branches[:, 0] == document, 1]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import time
 
 import deepspeed
 import torch
@@ -13,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import deepspeed_distca  # noqa: F401
 from tests.fuzz.batches import IGNORE, Case, make_case
+from tests.fuzz.ranks import until
 from tests.tiny_llama import llama
 
 #: Relative error of a parameter's gradient, and of the loss, in fp32.
@@ -39,11 +39,8 @@ def main(first: int, count: int, seconds: float) -> dict[str, int]:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.train()
     found: collections.Counter[str] = collections.Counter()
-    end = time.monotonic() + seconds
-    for seed in range(first, first + count):
+    for seed in until(first, count, seconds):
         cases = [_case(seed, r) for r in range(world)]
-        if _stop(end):
-            break
         wrong = sorted({case.spoiled for case in cases if case.spoiled})
         try:
             loss = engine(**cases[rank].batch).loss
@@ -64,13 +61,6 @@ def main(first: int, count: int, seconds: float) -> dict[str, int]:
 
 def _case(seed: int, rank: int) -> Case:
     return make_case(seed * 31 + rank)
-
-
-def _stop(end: float) -> bool:
-    """Whether any rank's time is up."""
-    late = torch.tensor([time.monotonic() > end], dtype=torch.int32)
-    dist.all_reduce(late)
-    return bool(late)
 
 
 def _alone(model: LlamaForCausalLM, cases: list[Case]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -2,7 +2,8 @@
 """Attaches the plugin to DeepSpeed engines: reads the ``distca`` block, has the ranks meet, makes ``engine.distca``.
 
 Importing ``deepspeed_distca`` wraps ``deepspeed.initialize`` (:func:`install`); an engine whose config has the block
-gets an attribute ``engine.distca``. Without the block, or with ``"enabled": false``, the engine is returned untouched.
+gets an attribute ``engine.distca``. Without the block, or with ``"enabled": false``, the engine is returned as it is,
+but that it refuses batches with trees, which no model can attend by itself.
 Nothing is added to the model's modules or state: hooks only, which ``engine.distca.detach()`` removes. What it builds
 is in ``engine_runtime`` and ``pipeline.runtime``, and for both in ``building``.
 
@@ -36,12 +37,14 @@ from deepspeed_distca.config import (
     parse_config,
 )
 from deepspeed_distca.engine_runtime import PreparedDecoder, Runtime, heads_of, hooked, needs_of_turns
+from deepspeed_distca.layout import Layout, LayoutError
 from deepspeed_distca.pipeline.runtime import PipelineRuntime, PreparedPipeline, check_engine
 
 _ORIGINAL = "_distca_original"
 #: Seconds that a rank without a block waits for the others, which may have one.
 _QUIET_SECONDS = 30.0
 _ATTACHED = "whether the engine has the plugin already"
+_GUARDED = "_distca_refuses_trees"
 
 
 def install() -> None:
@@ -113,6 +116,8 @@ def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -
         error = raised
         hello = Hello("on", error=f"{type(raised).__name__}: {raised}")
     meeting = _meet(hello, seconds, error)
+    if not hasattr(engine, _GUARDED):
+        setattr(engine, _GUARDED, engine.register_forward_pre_hook(_refuse_trees, with_kwargs=True))
     if options is None or prepared is None:
         return engine
     if isinstance(prepared, PreparedPipeline):
@@ -127,6 +132,16 @@ def attach(engine: DeepSpeedEngine, config: DistCAConfig | dict | None = None) -
         engine.distca = Runtime(engine, options, prepared, meeting)
     show_in_config(engine, "distca_config", options)
     return engine
+
+
+def _refuse_trees(engine: DeepSpeedEngine, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises LayoutError where a model would take the branches of a tree for one text."""
+    layout, runtime = kwargs.get("layout"), getattr(engine, "distca", None)
+    if isinstance(layout, Layout) and layout.has_trees and (runtime is None or runtime.detached):
+        raise LayoutError(
+            f"a batch with trees was given to an engine without the plugin; only with a `{BLOCK}` block that is "
+            "enabled, and not detached, do branches attend to what they go on from"
+        )
 
 
 def _prepare(engine: DeepSpeedEngine, options: DistCAConfig) -> PreparedDecoder | PreparedPipeline:

@@ -248,6 +248,19 @@ def trees_in_one_group() -> float:
     )
 
 
+def without_a_block() -> Any:
+    model = llama()
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine(**mine()).loss
+
+
+def detached() -> Any:
+    engine = engine_of(llama())
+    engine.distca.detach()
+    return engine(**mine()).loss
+
+
 LONG = [[(40, [9, 1, 30, 4]), (25, [3, 3])], [(20, [5, 8])]]
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
@@ -278,6 +291,9 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     ),
     "evaluation with windows": lambda: evaluation(family("mistral", sliding_window=12)),
     # refused
+    "without the plugin": lambda: worst(distca={"enabled": False}),
+    "without a block": without_a_block,
+    "detached": detached,
     "longrope, texts on both sides": lambda: worst(lambda: phi(42), lengths=LONG),
     "no positions": lambda: worst(mbart),
     "a parent that is not there": lambda: worst(change=given(layout=unknown_parent)),

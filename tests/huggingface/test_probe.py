@@ -20,6 +20,8 @@ from deepspeed_distca.huggingface.decoders import attention_modules
 from tests.huggingface.faulty_models import FAULTS, FINE_ALONE, SIZES, in_a_layer, llama
 
 CPU = torch.device("cpu")
+#: Of a causal language model with rotary embeddings of one axis.
+OF_CAUSAL = Contract(takes_axes=False)
 
 
 def contract_of(model: LlamaForCausalLM, module: nn.Module | None = None, probe: bool = True) -> Contract:
@@ -43,8 +45,8 @@ def test_found_by_what_it_does(fault, dtype):
 
 
 def test_what_a_token_gets_of_itself_is_no_fault():
-    assert contract_of(in_a_layer(nn.Linear(32, 32))) == Contract()
-    assert contract_of(in_a_layer(nn.Dropout(0.5))) == Contract()
+    assert contract_of(in_a_layer(nn.Linear(32, 32))) == OF_CAUSAL
+    assert contract_of(in_a_layer(nn.Dropout(0.5))) == OF_CAUSAL
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
@@ -53,7 +55,7 @@ def test_many_experts_in_many_layers_are_no_fault(dtype, seed):
     torch.manual_seed(seed)
     options = {**SIZES, "num_hidden_layers": 12, "moe_intermediate_size": 16, "num_experts": 32}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options, num_experts_per_tok=4, head_dim=8)).to(dtype)
-    assert contract_of(model) == Contract()
+    assert contract_of(model) == OF_CAUSAL
 
 
 class Stateful(nn.Module):
@@ -86,7 +88,7 @@ def test_no_trace_is_left():
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     keys = [set(m.__dict__) for m in model.modules()]
     random_numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    assert contract_of(model) == Contract()
+    assert contract_of(model) == OF_CAUSAL
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
     assert (change.calls, change.kept) == (0, None) and not change.seen.any()
     assert modes == [m.training for m in model.modules()]
@@ -149,7 +151,7 @@ def compiled(decoder: LlamaForCausalLM) -> nn.Module:
 @pytest.mark.parametrize("around", [Trainer, Weighing, Batches, Pairs, adapted, compiled])
 def test_what_is_around_a_decoder_may_want_anything(around):
     model = llama()
-    assert contract_of(model, around(model)) == Contract()
+    assert contract_of(model, around(model)) == OF_CAUSAL
 
 
 def test_it_is_cheap():

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from deepspeed_distca import Layout
 from deepspeed_distca.data import PrefixCollator, weighted_loss
 from deepspeed_distca.trees import depths_of
-from tests.distributed.doors_worker import engine_of, mbart, mixtral, phi
+from tests.distributed.doors_worker import engine_of, mbart, mixtral, outcomes, phi
 from tests.distributed.model_families import build
 from tests.tiny_llama import VOCABULARY, llama
 
@@ -26,16 +26,8 @@ SPREAD = {"granularity": 1, "min_gain": 0.0, "tolerance": 0.0}
 
 
 def run() -> dict[str, Any]:
-    """Every scenario's outcome by its name: the largest relative error of loss and gradients, or an error's words."""
-    deepspeed.init_distributed()
-    found = {}
-    for name, scenario in SCENARIOS.items():
-        try:
-            found[name] = scenario()
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        dist.barrier()
-    return found
+    """See :func:`~.doors_worker.outcomes`."""
+    return outcomes(SCENARIOS)
 
 
 def prompts(rank: int | None = None, lengths: Any = None) -> list[Prompt]:

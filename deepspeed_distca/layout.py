@@ -258,11 +258,17 @@ class Layout:
         b = self.branches
         if (b[1:, BRANCH_DOCUMENT] < b[:-1, BRANCH_DOCUMENT]).any():
             raise LayoutError("branches must be ordered by document")
-        lengths = {int(s[DOCUMENT]): int(s[LENGTH]) for s in self.segments if s[START] == 0}
+        lengths: dict[int, list[int]] = {}
+        for document, length in self.segments[:, [DOCUMENT, LENGTH]].tolist():
+            lengths.setdefault(document, []).append(length)
         for document, tree in by_document(b).items():
             if document not in lengths:
                 raise LayoutError(f"branches of document {document}: the layout has no such document")
-            check_tree(document, tree, lengths[document])
+            if len(lengths[document]) > 1:
+                raise LayoutError(
+                    f"document {document} has branches and {len(lengths[document])} segments; a tree lies in one"
+                )
+            check_tree(document, tree, lengths[document][0])
 
     def filled(self) -> Layout:
         """The same with a document of one token on every rank that has none; itself where there is no such rank.

@@ -143,6 +143,5 @@ def check_tree(document: int, branches: list[Branch], length: int) -> None:
         row += rows
     if row != length:
         raise LayoutError(
-            f"document {document}: its branches have {row} rows, its first segment has {length}; a tree lies in one "
-            "segment"
+            f"document {document}: its branches have {row} rows, its segment has {length}; they must cover it"
         )

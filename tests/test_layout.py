@@ -185,3 +185,12 @@ def test_ranks_tell_each_other_their_layouts_as_integers(seed: int, ranks: int) 
     assert len(set(names.values())) == len(names)
     assert [[r, names[d], *rest] for r, d, *rest in expected.segments.tolist()] == found.segments.tolist()
     assert sorted([names[d], *rest] for d, *rest in expected.branches.tolist()) == found.branches.tolist()
+
+
+def test_a_tree_lies_in_one_segment() -> None:
+    """Also where its branches cover the first of several."""
+    segments = np.array([[0, 0, 0, 10], [1, 0, 10, 5]])
+    with pytest.raises(LayoutError, match="2 segments; a tree lies in one"):
+        Layout(segments, 2, np.array([[0, 0, 6, -1], [0, 6, 4, 0]])).validate()
+    with pytest.raises(LayoutError, match="10 rows, its segment has 12"):
+        Layout(np.array([[0, 0, 0, 12]]), 1, np.array([[0, 0, 6, -1], [0, 6, 4, 0]])).validate()

@@ -63,6 +63,15 @@ def test_other_documents_may_go_on_beside_a_tree() -> None:
         admit({**batch, "labels": torch.tensor([[-100, -100, -100, -100, 5, 6]])}, Contract(), place=(0, 2))
 
 
+def test_labels_of_tokens_are_not_shifted() -> None:
+    """What a token-classification model says of the prompt's last row is no target of a branch behind it."""
+    labels = torch.arange(11)[None]
+    given = {"input_ids": torch.arange(20, 31)[None], "layout": LAYOUT, "labels": labels}
+    assert torch.equal(admit(given, Contract("same", False, "mean")).arguments["labels"], labels)
+    with pytest.raises(BatchError, match="A token has one target"):
+        admit(given, Contract())
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -134,7 +134,7 @@ def admit(
     _check_documents(mine, whole, lengths, real, rows, tokens, contract)
     arguments = _with_positions(arguments, layout, mine, rows, tokens, contract)
     if layout.has_trees:
-        check_targets(arguments, layout, rank)
+        check_targets(arguments, layout, rank, contract)
         arguments = with_targets(arguments, *chains(layout, mine, whole), real, contract, limits, say)
     else:
         arguments = with_targets(arguments, mine, whole, real, contract, limits, say)

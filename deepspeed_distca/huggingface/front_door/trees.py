@@ -110,14 +110,14 @@ def chains(layout: Layout, mine: np.ndarray, whole: np.ndarray) -> tuple[np.ndar
     return np.array(found, dtype=np.int64).reshape(-1, 4), np.array(lengths, dtype=np.int64)
 
 
-def check_targets(arguments: Mapping[str, Any], layout: Layout, rank: int) -> None:
+def check_targets(arguments: Mapping[str, Any], layout: Layout, rank: int, contract: Contract) -> None:
     """Targets of rows behind which several branches begin: what comes next must be the same in all of them.
 
     Raises:
         BatchError: it is not. Only looked at on the host.
     """
     ids, targets = arguments.get("input_ids"), arguments.get("shift_labels")
-    if targets is None and arguments.get("labels") is not None:
+    if targets is None and arguments.get("labels") is not None and contract.targets == "next":
         targets = torch.nn.functional.pad(arguments["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
     if ids is None or targets is None or not on_host(ids) or not on_host(targets):
         return

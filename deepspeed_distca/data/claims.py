@@ -36,26 +36,30 @@ class Claimed(NamedTuple):
     Attributes:
         begins: where documents begin, and where rows and the padding before documents do; bool [rows * tokens].
         real: which tokens are no padding, bool [rows * tokens].
-        positions: of the tokens, int64 [rows * tokens], where position ids say them.
         told: whether anything told of padding.
     """
 
     begins: np.ndarray
     real: np.ndarray
-    positions: np.ndarray | None
     told: bool
 
 
-def read_claims(
-    said: Mapping[str, Any], rows: int, tokens: int, layout: Claim | None = None, pieces: np.ndarray | None = None
-) -> Claimed:
-    """Reads descriptions by :data:`DESCRIPTIONS`, and compares them.
+def descriptions_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a batch or a feature says, by :data:`DESCRIPTIONS`: lists, arrays or tensors.
+
+    Raises:
+        LayoutError: see :func:`~.packed_params.fields`.
+    """
+    said = {key: given[key] for key in DESCRIPTIONS if given.get(key) is not None}
+    return said | packed_params.fields(given.get(packed_params.NAME))
+
+
+def read_claims(said: Mapping[str, Any], rows: int, tokens: int, layout: np.ndarray | None = None) -> Claimed:
+    """Reads descriptions, of :func:`descriptions_of`, and compares them.
 
     Args:
-        said: the descriptions: lists, arrays or tensors. ``packed_seq_params`` come as
-            :func:`~.packed_params.fields` has them.
-        layout: what a layout claims, which has to cut wherever rows end and padding does.
-        pieces: where a layout has pieces of documents that begin elsewhere, bool [rows * tokens].
+        layout: where a layout has a document, or a piece of one, begin: the position in the document, -1 at all other
+            tokens, int64 [rows * tokens]. It has to cut wherever rows end and padding does.
 
     Raises:
         LayoutError: what cannot be read, contradicts itself or another description.
@@ -67,7 +71,7 @@ def read_claims(
         if said.get(space) is not None:
             stored[key], padding = packed_params.stored(key, said.get(key), said[space], rows * tokens)
             real &= ~padding
-    claims = [] if layout is None else [layout]
+    claims = [] if layout is None else [Claim("layout", layout >= 0)]
     for key in CUMULATIVE:
         if said.get(key) is not None:
             claims.append(Claim(key, begins_of_cumulative(key, stored.get(key, said[key]), rows, tokens, real)))
@@ -78,13 +82,17 @@ def read_claims(
         claims.append(Claim("seq_idx", _begins_of_numbers("seq_idx", numbers, rows, tokens, real)))
     positions = _positions(said.get("position_ids"), rows, tokens, bool(claims) or not real.all())
     if positions is not None:
-        there = _begins_of_positions(positions, rows, tokens)
+        there = changes(positions - np.arange(positions.size), tokens)
         # A piece of a document may begin at the very position behind what is stored before it.
-        claims.append(Claim("position_ids", there if pieces is None else there | pieces))
-    return Claimed(_agreed(claims, real, rows, tokens, layout), real, positions, mask is not None or bool(stored))
+        claims.append(Claim("position_ids", there if layout is None else there | (layout > 0)))
+    begins = _agreed(claims, real, rows, tokens)
+    if positions is not None:
+        at = np.flatnonzero(begins & real)
+        _check_starts(positions, at, np.zeros_like(at) if layout is None else layout[at], tokens)
+    return Claimed(begins, real, mask is not None or bool(stored))
 
 
-def _agreed(claims: list[Claim], real: np.ndarray, rows: int, tokens: int, layout: Claim | None) -> np.ndarray:
+def _agreed(claims: list[Claim], real: np.ndarray, rows: int, tokens: int) -> np.ndarray:
     """Where documents begin by all claims, bool [rows * tokens]; padding and the ends of rows cut in any case.
 
     Padding behind a document belongs to it, as far as attention goes: no real token sees it, and alone it would be a
@@ -108,8 +116,8 @@ def _agreed(claims: list[Claim], real: np.ndarray, rows: int, tokens: int, layou
                 f"there is padding before token {bad % tokens} of row {bad // tokens}, which by "
                 f"{claim.name} goes on with a document; padding may stand before and behind documents, not inside"
             )
-    if layout is not None:
-        inside = edges & ~layout.begins
+    if claims and claims[0].name == "layout":
+        inside = edges & ~claims[0].begins
         if inside.any():
             bad = int(np.flatnonzero(inside)[0])
             what = f"the end of row {bad // tokens - 1}" if bad % tokens == 0 else "the end of padding"
@@ -181,13 +189,6 @@ def _begins_of_numbers(name: str, numbers: np.ndarray, rows: int, tokens: int, r
     return begins
 
 
-def _begins_of_positions(positions: np.ndarray, rows: int, tokens: int) -> np.ndarray:
-    begins = np.ones(rows * tokens, dtype=bool)
-    begins[1:] = positions[1:] != positions[:-1] + 1
-    begins[:: max(1, tokens)] = True
-    return begins
-
-
 def changes(values: np.ndarray, tokens: int) -> np.ndarray:
     """Where a value is not its left neighbour's, and where a row of so many tokens begins; bool, like the values."""
     begins = np.ones(values.size, dtype=bool)
@@ -230,16 +231,9 @@ def _positions(given: Any, rows: int, tokens: int, described: bool) -> np.ndarra
     return values.ravel()
 
 
-def check_starts(
-    positions: np.ndarray, at: np.ndarray, start: np.ndarray | int, real: np.ndarray, tokens: int
-) -> None:
-    """The documents, or pieces of them, that begin at these tokens have the position `start` there.
-
-    Raises:
-        LayoutError: one has another.
-    """
-    expected = np.broadcast_to(start, at.shape)
-    wrong = (positions[at] != expected) & real[at]
+def _check_starts(positions: np.ndarray, at: np.ndarray, expected: np.ndarray, tokens: int) -> None:
+    """The documents, or pieces of them, that begin at these tokens have the expected positions there."""
+    wrong = positions[at] != expected
     if wrong.any():
         bad = int(np.flatnonzero(wrong)[0])
         row, token = divmod(int(at[bad]), tokens)

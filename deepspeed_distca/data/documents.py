@@ -16,10 +16,9 @@ import numpy as np
 from deepspeed_distca.data import packed_params
 from deepspeed_distca.data.claims import (
     DESCRIPTIONS,
-    Claim,
     begins_of_cumulative,
     changes,
-    check_starts,
+    descriptions_of,
     read_claims,
 )
 from deepspeed_distca.data.integers import integers, like_tokens
@@ -115,9 +114,7 @@ def _check_values(document: Document, ignore_index: int) -> None:
 def _find_documents(feature: Mapping[str, Any], ids: np.ndarray) -> list[tuple[int, int]]:
     """The first token of each document and the one behind its last, counted through all rows; without padding."""
     rows, tokens = np.atleast_2d(ids).shape
-    said = {key: feature[key] for key in DESCRIPTIONS if feature.get(key) is not None}
-    said |= packed_params.fields(feature.get(packed_params.NAME))
-    layout = feature.get("layout")
+    said, layout, claim = descriptions_of(feature), feature.get("layout"), None
     if not said and layout is None:  # as most documents come
         return [(start, start + tokens) for start in range(0, ids.size, tokens)] if tokens else []
     shape = np.shape(said.get("position_ids", 0))
@@ -126,7 +123,6 @@ def _find_documents(feature: Mapping[str, Any], ids: np.ndarray) -> list[tuple[i
             f"position_ids has shape {list(shape)}; multi-axis position ids are not packed: pass one position for "
             f"each token, of shape {list(ids.shape)}"
         )
-    claim = None
     if layout is not None:
         if not isinstance(layout, Layout) or layout.num_ranks != 1 or layout.segments[:, START].any():
             raise ValueError(f"layout must be a Layout of one rank, whose documents are whole, got {layout!r:.80}")
@@ -134,11 +130,9 @@ def _find_documents(feature: Mapping[str, Any], ids: np.ndarray) -> list[tuple[i
             raise ValueError("layout has trees, of which no documents can be read; give the texts themselves")
         ends = np.append(0, np.cumsum(layout.segments[:, LENGTH]))
         everything = np.ones(ids.size, dtype=bool)
-        claim = Claim("layout", begins_of_cumulative("layout", ends, rows, tokens, everything))
-    begins, real, positions, _ = read_claims(said, rows, tokens, claim)
+        claim = np.where(begins_of_cumulative("layout", ends, rows, tokens, everything), 0, -1)
+    begins, real, _ = read_claims(said, rows, tokens, claim)
     starts = np.flatnonzero(begins & real)
-    if positions is not None:
-        check_starts(positions, starts, 0, real, tokens)
     ends = np.flatnonzero(begins | changes(real, tokens))
     lengths = np.diff(ends, append=ids.size)[real[ends]]
     return [(start, start + length) for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]

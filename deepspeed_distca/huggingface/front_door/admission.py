@@ -23,7 +23,7 @@ from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
 from deepspeed_distca.data import packed_params
 from deepspeed_distca.data.claims import CUMULATIVE, TEXT_AXES
 from deepspeed_distca.huggingface.contract import Contract
-from deepspeed_distca.huggingface.front_door.claims import documents_of, empty_layout
+from deepspeed_distca.huggingface.front_door.claims import documents_of, empty_layout, rank_in
 from deepspeed_distca.huggingface.front_door.targets import count_targets, read_step_targets, with_targets
 from deepspeed_distca.huggingface.front_door.trees import chains, check_model, check_targets
 from deepspeed_distca.huggingface.front_door.values import (
@@ -123,8 +123,8 @@ def admit(
     else:
         layout, real, arguments = documents_of(given, arguments, rows, tokens, place)
         nothing = not real.any()
-    rank = place[0] if place is not None and layout.num_ranks > 1 else 0
-    mine = layout.segments[layout.segments[:, RANK] == rank] if layout.num_ranks > 1 else layout.segments
+    rank = rank_in(layout, place)
+    mine = layout.segments[layout.segments[:, RANK] == rank]
     whole = _lengths_of(layout, mine)
     in_pieces = layout.num_ranks > 1 or bool(layout.segments[:, START].any())
     lengths = whole if in_pieces else _without_padding(mine, real)

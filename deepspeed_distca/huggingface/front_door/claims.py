@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_distca.data import packed_params
-from deepspeed_distca.data.claims import CUMULATIVE, DESCRIPTIONS, Claim, check_starts, read_claims
+from deepspeed_distca.data.claims import CUMULATIVE, descriptions_of, read_claims
 from deepspeed_distca.huggingface.front_door.trees import check_descriptions
 from deepspeed_distca.huggingface.front_door.values import on_host
 from deepspeed_distca.layout import RANK, START, Layout, LayoutError
@@ -23,41 +22,37 @@ def documents_of(
     the mask that it gets."""
     layout = given.get("layout")
     if layout is not None:
-        check_layout(layout, rows * tokens, rows, tokens, place)
-    given = {**given, **packed_params.fields(given.get(packed_params.NAME))}
+        _check_layout(layout, rows, tokens, place)
+    descriptions = descriptions_of(given)
     if layout is not None and layout.has_trees:
-        check_descriptions(layout, given, rows, tokens, _rank(layout, place))
+        check_descriptions(layout, descriptions, rows, tokens, rank_in(layout, place))
         real, mask = np.ones(rows * tokens, dtype=bool), arguments.get("attention_mask")
         return layout.filled(), real, _with_mask(arguments, real if on_host(mask) else None, rows, tokens)
     # On the host everything is compared. Of what is on a device nothing is read where the host knows the documents.
-    descriptions = {key: given[key] for key in DESCRIPTIONS if given.get(key) is not None}
     at_hand = {key: value for key, value in descriptions.items() if on_host(value)}
     known = layout is not None or any(key in at_hand for key in (*CUMULATIVE, "seq_idx"))
     known = known or ("position_ids" in at_hand and "attention_mask" not in descriptions)
     said = at_hand if known else descriptions
-    claim = pieces = None
+    claim = None
     if layout is not None:
         if not said and rows == 1:  # nothing to compare
             return layout.filled(), np.ones(tokens, dtype=bool), _with_mask(arguments, None, rows, tokens)
-        claim = Claim("layout", _begins_of_layout(layout, rows, tokens, place))
-        pieces = _begins_of_layout(layout, rows, tokens, place, pieces=True)
-    begins, real, positions, told = read_claims(said, rows, tokens, claim, pieces)
+        here = layout.segments[:, RANK] == rank_in(layout, place)
+        at, claim = layout.rows[here], np.full(rows * tokens, -1)
+        inside = at < claim.size
+        claim[at[inside]] = layout.segments[here, START][inside]
+    begins, real, told = read_claims(said, rows, tokens, claim)
     if layout is None:
         layout = Layout.from_cu_seqlens(np.append(np.flatnonzero(begins), rows * tokens))
-    if positions is not None:
-        which = layout.segments[:, RANK] == _rank(layout, place)
-        at, start = layout.rows[which], layout.segments[which, START]
-        inside = at < positions.size
-        check_starts(positions, at[inside], start[inside], real, tokens)
     return layout.filled(), real, _with_mask(arguments, real if told else None, rows, tokens)
 
 
-def _rank(layout: Layout, place: tuple[int, int] | None) -> int:
+def rank_in(layout: Layout, place: tuple[int, int] | None) -> int:
     """This rank's in the layout."""
     return place[0] if place is not None and layout.num_ranks > 1 else 0
 
 
-def check_layout(layout: Any, count: int, rows: int, tokens: int, place: tuple[int, int] | None) -> None:
+def _check_layout(layout: Any, rows: int, tokens: int, place: tuple[int, int] | None) -> None:
     if not isinstance(layout, Layout):
         raise LayoutError(f"layout must be a Layout, got {type(layout).__name__}")
     layout.validate()
@@ -69,7 +64,7 @@ def check_layout(layout: Any, count: int, rows: int, tokens: int, place: tuple[i
     if layout.num_ranks != ranks:
         raise LayoutError(f"the layout has {layout.num_ranks} ranks, but {ranks} share attention")
     described = int(layout.tokens[rank])
-    if described != count:
+    if described != rows * tokens:
         where = f" for rank {rank}" if layout.num_ranks > 1 else ""
         raise LayoutError(
             f"the layout has {described} tokens{where}, input_ids has {rows} x {tokens}; the layout must describe "
@@ -81,19 +76,8 @@ def empty_layout(layout: Any, place: tuple[int, int] | None) -> Layout:
     """Of a batch without tokens; the others may have some."""
     if layout is None:
         return Layout.from_lengths([[]]).filled()
-    check_layout(layout, 0, 1, 0, place)
+    _check_layout(layout, 1, 0, place)
     return layout.filled()
-
-
-def _begins_of_layout(
-    layout: Layout, rows: int, tokens: int, place: tuple[int, int] | None, pieces: bool = False
-) -> np.ndarray:
-    """Where its segments begin; with `pieces` only those that are not the beginning of a document."""
-    begins = np.zeros(rows * tokens, dtype=bool)
-    here = layout.segments[:, RANK] == _rank(layout, place)
-    starts = layout.rows[here & (layout.segments[:, START] > 0) if pieces else here]
-    begins[starts[starts < begins.size]] = True
-    return begins
 
 
 def _with_mask(arguments: dict[str, Any], real: np.ndarray | None, rows: int, tokens: int) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_distca.data.claims import DESCRIPTIONS
 from deepspeed_distca.data.integers import integers
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.front_door.values import IGNORE_INDEX, BatchError, on_host
@@ -18,22 +17,20 @@ from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, Layout, LayoutError
 from deepspeed_distca.trees import Branch, by_document, lengths_of_texts
 
 
-def check_descriptions(layout: Layout, given: Mapping[str, Any], rows: int, tokens: int, rank: int) -> None:
-    """Compares what a batch says beside its layout, as far as it is on the host.
+def check_descriptions(layout: Layout, said: Mapping[str, Any], rows: int, tokens: int, rank: int) -> None:
+    """Compares what a batch says beside its layout (see ``data.claims``), as far as it is on the host.
 
     Raises:
         LayoutError: another description than position ids and a mask without padding, position ids that are not the
             layout's, or a row that ends inside a document.
     """
-    others = [
-        key for key in DESCRIPTIONS if given.get(key) is not None and key not in ("position_ids", "attention_mask")
-    ]
+    others = [key for key in said if key not in ("position_ids", "attention_mask")]
     if others:
         raise LayoutError(
             f"{others[0]} was given beside a layout with trees; nothing but the layout says which branches go on from "
             "which: leave it out"
         )
-    mask = given.get("attention_mask")
+    mask = said.get("attention_mask")
     if mask is not None and on_host(mask) and not bool((torch.as_tensor(mask) == 1).all()):
         raise LayoutError(
             "attention_mask: a batch with trees has no padding, and its layout names its documents; leave the mask out"
@@ -45,20 +42,20 @@ def check_descriptions(layout: Layout, given: Mapping[str, Any], rows: int, toke
             f"the end of row {int(inside[0]) // tokens - 1} lies inside a document of the layout; a batch with trees "
             "is one row of all documents, or cut where documents end"
         )
-    positions = given.get("position_ids")
+    positions = said.get("position_ids")
     if positions is None or not on_host(positions):
         return
-    said, expected = integers("position_ids", positions).reshape(-1), layout.position_ids(rank)
-    if said.size != expected.size:
+    found, expected = integers("position_ids", positions).reshape(-1), layout.position_ids(rank)
+    if found.size != expected.size:
         raise LayoutError(
             f"position_ids have shape {list(np.shape(positions))}; with trees allowed: [{rows}, {tokens}], one for "
             "each token"
         )
-    if (said != expected).any():
-        bad = int(np.flatnonzero(said != expected)[0])
+    if (found != expected).any():
+        bad = int(np.flatnonzero(found != expected)[0])
         raise LayoutError(
             f"position_ids and the layout contradict each other: token {bad % tokens} of row {bad // tokens} has "
-            f"position {int(said[bad])}, in the layout {int(expected[bad])} tokens come before it. Where a branch "
+            f"position {int(found[bad])}, in the layout {int(expected[bad])} tokens come before it. Where a branch "
             "begins, positions go on from its parent's last one (Layout.position_ids gives them)"
         )
 

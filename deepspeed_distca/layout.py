@@ -160,54 +160,6 @@ class Layout:
         lengths = np.diff(cu)
         return cls.from_lengths([lengths[lengths > 0]])
 
-    @classmethod
-    def from_position_ids(cls, position_ids: np.ndarray) -> Layout:
-        """One rank's layout from position ids [tokens] or [rows, tokens]; a new document starts wherever a
-        position is not its left neighbour's plus one, and at the start of every row.
-
-        Raises:
-            LayoutError: position ids that are not integers, more than two dimensions (multi-axis position ids), or a
-                row that begins in the middle of a document, whose head is then on no rank this layout could name.
-        """
-        positions = _int64(position_ids, "position_ids")
-        if positions.ndim == 1:
-            positions = positions[None]
-        if positions.ndim != 2:
-            raise LayoutError(
-                f"position_ids must be [tokens] or [rows, tokens], got shape {list(positions.shape)}; multi-axis "
-                "(3-D) position ids are not supported: pass a layout or cu_seqlens instead"
-            )
-        if positions.shape[1] == 0:
-            return cls(np.zeros((0, 4)), 1)
-        new = np.ones(positions.shape, dtype=bool)
-        new[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-        starts = np.flatnonzero(new.ravel())
-        first = positions.ravel()[starts]
-        if first.any():
-            bad = int(np.flatnonzero(first)[0])
-            raise LayoutError(
-                f"position_ids: the document at row {int(starts[bad])} begins at position {int(first[bad])}, not 0; "
-                "a piece of a document needs an explicit layout that names its document and start"
-            )
-        return cls.from_cu_seqlens(np.append(starts, positions.size))
-
-    @classmethod
-    def merge(cls, layouts: Sequence[Layout]) -> Layout:
-        """One layout of many ranks from their one-rank layouts, whose documents are distinct: they are renumbered."""
-        parts, branches, documents = [np.zeros((0, 4), dtype=np.int64)], [np.zeros((0, 4), dtype=np.int64)], 0
-        for rank, layout in enumerate(layouts):
-            if layout.num_ranks != 1:
-                raise LayoutError(f"merge: part {rank} has {layout.num_ranks} ranks, expected 1")
-            part, tree = layout.segments.copy(), layout.branches.copy()
-            ids, part[:, DOCUMENT] = np.unique(part[:, DOCUMENT], return_inverse=True)
-            tree[:, BRANCH_DOCUMENT] = np.searchsorted(ids, tree[:, BRANCH_DOCUMENT]) + documents
-            part[:, DOCUMENT] += documents
-            part[:, RANK] = rank
-            documents += ids.size
-            parts.append(part)
-            branches.append(tree)
-        return cls(np.concatenate(parts), len(layouts), np.concatenate(branches))
-
     def validate(self) -> Layout:
         """Checks what a plan relies on and returns self. What :meth:`for_window` made is not looked at again.
 

@@ -58,26 +58,6 @@ def test_from_cu_seqlens():
             Layout.from_cu_seqlens(wrong)
 
 
-@given(st.lists(st.integers(1, 9), max_size=8))
-def test_from_position_ids_finds_documents(lengths):
-    positions = np.concatenate([np.arange(n) for n in lengths]) if lengths else np.zeros(0)
-    assert Layout.from_position_ids(positions) == Layout.from_lengths([lengths])
-    assert Layout.from_position_ids(positions[None]) == Layout.from_lengths([lengths])
-
-
-def test_from_position_ids_starts_a_document_with_every_row():
-    assert Layout.from_position_ids(np.array([[0, 1, 2], [0, 1, 0]])) == Layout.from_lengths([[3, 2, 1]])
-
-
-def test_from_position_ids_refuses_what_it_would_cut_wrongly():
-    with pytest.raises(LayoutError, match="begins at position 5"):
-        Layout.from_position_ids(np.array([5, 6, 7, 0, 1, 2]))
-    with pytest.raises(LayoutError, match="begins at position 3"):
-        Layout.from_position_ids(np.array([[0, 1, 2], [3, 4, 5]]))
-    with pytest.raises(LayoutError, match=r"\[3, 1, 4\]"):
-        Layout.from_position_ids(np.zeros((3, 1, 4), dtype=int))
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -87,8 +67,7 @@ def test_from_position_ids_refuses_what_it_would_cut_wrongly():
         lambda: Layout.from_cu_seqlens([0, 2.5, 4]),
         lambda: Layout.from_cu_seqlens(np.array([0, 2**64 - 1], dtype=np.uint64)),
         lambda: Layout.from_cu_seqlens([[0, 1], [2]]),
-        lambda: Layout.from_position_ids(np.array([0.0, 1.0])),
-        lambda: Layout.from_position_ids(np.array([False, True])),
+        lambda: Layout.from_cu_seqlens(np.array([False, True])),
         lambda: Layout(np.array([[0, 0, 0, 1.5]]), 1),
         lambda: Layout.from_ranks([[(0, 0, 2**63)]]),
         lambda: Layout.from_ranks([[(0, 0, 2**62)], [(0, 2**62, 2**62)]]).validate(),
@@ -100,16 +79,6 @@ def test_numbers_that_would_be_cut_off_or_wrap_around_are_refused(make):
     with pytest.raises(LayoutError) as raised:
         make()
     assert len(str(raised.value)) < 400
-
-
-def test_merge_renumbers():
-    parts = [Layout.from_ranks([[(9, 0, 4), (2, 0, 1)]]), Layout.from_lengths([[]]), Layout.from_lengths([[6]])]
-    merged = Layout.merge(parts)
-    assert merged.segments.tolist() == [[0, 1, 0, 4], [0, 0, 0, 1], [2, 2, 0, 6]]
-    assert merged.num_ranks == 3
-    assert parts[0].segments.tolist() == [[0, 9, 0, 4], [0, 2, 0, 1]]
-    with pytest.raises(LayoutError, match="2 ranks"):
-        Layout.merge([Layout.from_lengths([[1], [1]])])
 
 
 @pytest.mark.parametrize(
@@ -179,12 +148,15 @@ def test_equality_and_hash():
 def test_ranks_tell_each_other_their_layouts_as_integers(seed: int, ranks: int) -> None:
     rng = np.random.default_rng(seed)
     alone = [random_layout(rng, 1, documents=int(rng.integers(0, 6)), longest=30, trees=0.4) for _ in range(ranks)]
-    found, expected = Layout.from_integers([layout.to_integers() for layout in alone]), Layout.merge(alone)
-    # Documents may be numbered otherwise.
-    names = dict(zip(expected.segments[:, 1].tolist(), found.segments[:, 1].tolist(), strict=True))
+    found = Layout.from_integers([layout.to_integers() for layout in alone])
+    assert found.num_ranks == ranks
+    expected = [(rank, segment) for rank, layout in enumerate(alone) for segment in layout.segments.tolist()]
+    # Documents of different ranks are different ones, and may be numbered otherwise.
+    names = {(r, d): new for (r, (_, d, *_)), (_, new, *_) in zip(expected, found.segments.tolist(), strict=True)}
     assert len(set(names.values())) == len(names)
-    assert [[r, names[d], *rest] for r, d, *rest in expected.segments.tolist()] == found.segments.tolist()
-    assert sorted([names[d], *rest] for d, *rest in expected.branches.tolist()) == found.branches.tolist()
+    assert [[r, names[r, d], *rest] for r, (_, d, *rest) in expected] == found.segments.tolist()
+    branches = [[names[r, d], *rest] for r, layout in enumerate(alone) for d, *rest in layout.branches.tolist()]
+    assert sorted(branches) == found.branches.tolist()
 
 
 def test_a_tree_lies_in_one_segment() -> None:

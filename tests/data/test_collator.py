@@ -81,8 +81,8 @@ def test_every_token_once_and_no_target_across_documents(tokens, data):
     assert found == [ids for ids in tokens if ids]
     assert batch["shift_labels"][0].tolist() == reference_targets(features)
     assert batch["num_targets"] == sum(t != -100 for t in reference_targets(features))
-    if cu[-1]:
-        assert batch["layout"] == Layout.from_position_ids(batch["position_ids"].numpy())
+    assert batch["layout"] == Layout.from_cu_seqlens(cu)
+    assert batch["position_ids"][0].tolist() == batch["layout"].position_ids(0).tolist()
     assert_same(PackedSequenceCollator()(batch), batch)  # what it gives, it takes
 
 

@@ -128,7 +128,7 @@ def given(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 def shared_layout() -> float:
     """The layout of both ranks, as a loader of all ranks would give it."""
-    both = Layout.merge([collated(prompts(rank))["layout"] for rank in range(2)])
+    both = Layout.from_integers([collated(prompts(rank))["layout"].to_integers() for rank in range(2)])
     return worst(change=lambda batch: {**batch, "layout": both})
 
 

@@ -21,6 +21,7 @@ from deepspeed_distca.data.claims import (
     descriptions_of,
     read_claims,
 )
+from deepspeed_distca.data.from_layout import IGNORE_INDEX
 from deepspeed_distca.data.integers import integers, like_tokens
 from deepspeed_distca.layout import LENGTH, START, Layout
 
@@ -39,7 +40,7 @@ class Document(NamedTuple):
 
 
 def read_documents(
-    features: Mapping[str, Any] | Sequence[Mapping[str, Any]], ignore_index: int = -100
+    features: Mapping[str, Any] | Sequence[Mapping[str, Any]], ignore_index: int = IGNORE_INDEX
 ) -> list[Document]:
     """The documents of a list of features (or of one feature), in order; empty ones are left out.
 

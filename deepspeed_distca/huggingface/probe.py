@@ -15,12 +15,12 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from deepspeed_distca.data.from_layout import IGNORE_INDEX
 from deepspeed_distca.huggingface.tiny_forwards import Like, TinyForwards
 
 #: Relative differences below these are rounding: of one layer, since each goes on from the same values.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 _TF32 = 1e-3
-_IGNORED = -100
 
 
 #: How documents may share a row: "packed", as they are; "told", where the model's forward is told of their borders;
@@ -181,7 +181,7 @@ class Probe:
         """
         row = self._rows[beside]
         one, other = self._labels(place)
-        labels = np.full(len(row.ids), _IGNORED)
+        labels = np.full(len(row.ids), IGNORE_INDEX)
         if not lonely:
             labels[self._watched[-1].start + 1] = one
         losses = []
@@ -189,7 +189,7 @@ class Probe:
             labels[place] = label
             given: dict[str, Any] = {}
             if shift:
-                given["shift_labels"] = self._forwards.tensor(np.append(labels[1:], _IGNORED), row.batch)
+                given["shift_labels"] = self._forwards.tensor(np.append(labels[1:], IGNORE_INDEX), row.batch)
                 labels[place] = one
             given["labels"] = self._forwards.tensor(labels, row.batch)
             if items is not None and self._forwards.takes("num_items_in_batch"):

@@ -22,17 +22,18 @@ import torch
 from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
 from deepspeed_distca.data import packed_params
 from deepspeed_distca.data.claims import CUMULATIVE, TEXT_AXES
+from deepspeed_distca.data.from_layout import IGNORE_INDEX
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.front_door.claims import documents_of, empty_layout, rank_in
 from deepspeed_distca.huggingface.front_door.targets import count_targets, read_step_targets, with_targets
 from deepspeed_distca.huggingface.front_door.trees import chains, check_model, check_targets
 from deepspeed_distca.huggingface.front_door.values import (
-    IGNORE_INDEX,
     UNLIMITED,
     Limits,
     check_ids,
     digest_of,
     shape_of,
+    tokens_of,
 )
 from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout, LayoutError
 from deepspeed_distca.trees import BRANCH_DOCUMENT, lengths_of_texts
@@ -161,7 +162,7 @@ def names_documents(given: Mapping[str, Any]) -> bool:
     """Whether a batch tells several documents of a row apart, other than by padding, or has no token at all: for
     evaluation, where any other batch goes the model's own way. Position ids and masks on a device are read, which
     waits for it."""
-    ids = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
+    ids = tokens_of(given)
     if torch.is_tensor(ids) and not ids.numel():
         return True
     if any(given.get(key) is not None for key in ("layout", "seq_idx", packed_params.NAME, *CUMULATIVE)):
@@ -306,6 +307,5 @@ def _with_positions(
         raise LayoutError("a layout of several ranks needs position_ids beside it: true positions in each document")
     if (len(mine) == rows and not layout.has_trees) or not contract.takes_positions:
         return arguments  # a document a row, or nothing to tell
-    ids = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
-    made = layout.position_ids(0)
-    return {**arguments, "position_ids": torch.from_numpy(made).view(rows, tokens).to(ids.device)}
+    made = torch.from_numpy(layout.position_ids(0)).view(rows, tokens)
+    return {**arguments, "position_ids": made.to(tokens_of(arguments).device)}

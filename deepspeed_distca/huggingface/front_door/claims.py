@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_distca.data.claims import CUMULATIVE, descriptions_of, read_claims
 from deepspeed_distca.huggingface.front_door.trees import check_descriptions
-from deepspeed_distca.huggingface.front_door.values import on_host
+from deepspeed_distca.huggingface.front_door.values import on_host, tokens_of
 from deepspeed_distca.layout import RANK, START, Layout, LayoutError
 
 
@@ -88,6 +88,6 @@ def _with_mask(arguments: dict[str, Any], real: np.ndarray | None, rows: int, to
         return arguments if mask is None else {**arguments, "attention_mask": (mask != 0).long()}
     if real.all() or not real.any():
         return {**arguments, "attention_mask": None}
-    like = next(t for t in (mask, arguments.get("input_ids"), arguments.get("inputs_embeds")) if t is not None)
+    like = tokens_of(arguments) if mask is None else mask
     device = like.device if torch.is_tensor(like) else None
     return {**arguments, "attention_mask": torch.from_numpy(real).view(rows, tokens).long().to(device)}

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_distca.data.from_layout import IGNORE_INDEX
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.front_door.values import (
-    IGNORE_INDEX,
     MAX_TARGETS,
     BatchError,
     Limits,
     check_labels,
     on_host,
+    shape_of,
     whole_number,
 )
 from deepspeed_distca.layout import LENGTH, START
@@ -32,12 +33,11 @@ def with_targets(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The arguments with targets that stay inside their documents."""
-    shape = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
     if contract.whole_rows or contract.targets is None:
         return arguments
     made = dict(arguments)
     for key in ("labels", "shift_labels"):
-        check_labels(key, arguments.get(key), shape.shape[:2], limits.labels)
+        check_labels(key, arguments.get(key), shape_of(arguments), limits.labels)
         if arguments.get(key) is not None:
             made[key] = arguments[key].long()  # losses take no int32
     labels, shifted = made.get("labels"), made.get("shift_labels")

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from deepspeed_distca.data.from_layout import IGNORE_INDEX
 from deepspeed_distca.given import integer
 
-IGNORE_INDEX = -100
 #: Counts travel as int64 and are added up over ranks.
 MAX_TARGETS = 1 << 48
 
@@ -41,10 +41,14 @@ class BatchError(ValueError):
     """A batch whose tokens, labels or counts cannot be used; the message says what was given and what is allowed."""
 
 
+def tokens_of(arguments: Mapping[str, Any]) -> Any:
+    """The token ids, or the embeddings given for them."""
+    ids = arguments.get("input_ids")
+    return arguments.get("inputs_embeds") if ids is None else ids
+
+
 def shape_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    ids, name = arguments.get("input_ids"), "input_ids"
-    if ids is None:
-        ids, name = arguments.get("inputs_embeds"), "inputs_embeds"
+    ids, name = tokens_of(arguments), "inputs_embeds" if arguments.get("input_ids") is None else "input_ids"
     if ids is None:
         raise BatchError("neither input_ids nor inputs_embeds was given")
     if not torch.is_tensor(ids):
@@ -74,7 +78,7 @@ def check_ids(ids: torch.Tensor | None, limit: int | None) -> None:
         )
 
 
-def check_labels(name: str, labels: Any, shape: torch.Size, limit: int | None) -> None:
+def check_labels(name: str, labels: Any, shape: tuple[int, int], limit: int | None) -> None:
     if labels is None:
         return
     if not torch.is_tensor(labels) or labels.dtype not in (torch.int64, torch.int32):

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     heads = _heads(arguments)
     windows = _windows(arguments.windows)
-    ranks, local_rank = _launched()
+    ranks, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(arguments.device, local_rank)
     dtype = DTYPES[arguments.dtype]
     budget = arguments.budget_seconds or (_QUICK_BUDGET if arguments.quick else 30.0)
@@ -212,11 +212,6 @@ def _windows(text: str | None) -> list[int | None]:
     if sizes[0] < 1:
         raise UsageError(f"--windows must be integers of 1 or more with commas between them, got {text!r}")
     return [None, *sizes]
-
-
-def _launched() -> tuple[int, int]:
-    """How many processes a launcher (torchrun, deepspeed) started, and this one's place on its node."""
-    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _device(name: str | None, local_rank: int) -> torch.device:

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.exchange.base import Messages
 from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
 from deepspeed_distca.profiling.measure import Stopwatch
 
@@ -18,6 +16,8 @@ _KIB = 2**10
 #: Bytes that are measured for the fit, and between them those that it is tried on.
 SIZES = tuple(64 * _KIB * 4**i for i in range(7))
 HELD_OUT = tuple(192 * _KIB * 8**i for i in range(4))
+#: How often each is sent; the first two times more are not counted.
+_REPEATS = 9
 
 
 def sizes_for(device: torch.device, quick: bool) -> tuple[list[int], list[int]]:
@@ -29,11 +29,7 @@ def sizes_for(device: torch.device, quick: bool) -> tuple[list[int], list[int]]:
 
 
 def measure_link(
-    exchange: PeerToPeerExchange,
-    device: torch.device,
-    sizes: Sequence[int],
-    partners: Mapping[int, int],
-    repeats: int = 9,
+    exchange: PeerToPeerExchange, device: torch.device, sizes: Sequence[int], partners: Mapping[int, int]
 ) -> list[float]:
     """Seconds in which ranks send so many bytes to one rank and receive as many from another, all at once; the slowest
     rank's median. Collective.
@@ -49,16 +45,17 @@ def measure_link(
     receives = [source for source, to in partners.items() if to == rank]
     stopwatch = Stopwatch(device, torch.bfloat16)
     buffers = [torch.zeros(max(sizes), dtype=torch.uint8, device=device) for _ in range(2)]
-    medians = []
-    for size in sizes:
+
+    def median(size: int) -> float:
         out, into = (buffer[:size] for buffer in buffers)
-        transfer = partial(_transfer, exchange, [(to, out) for to in sends], [(source, into) for source in receives])
+        sent, received = [(to, out) for to in sends], [(source, into) for source in receives]
         samples = []
-        for _ in range(repeats + 2):
+        for _ in range(_REPEATS + 2):
             meet(group, device)
-            samples.append(stopwatch(transfer))
-        medians.append(statistics.median(samples[2:]))
-    slowest = torch.tensor(medians, dtype=torch.float64, device=device)
+            samples.append(stopwatch(lambda: exchange.start(sent, received).wait()))
+        return statistics.median(samples[2:])
+
+    slowest = torch.tensor([median(size) for size in sizes], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return slowest.tolist()
 
@@ -85,10 +82,6 @@ def partners_of(machines: Sequence[str]) -> tuple[dict[int, int], dict[int, int]
         rank: rows[(row + half) % len(rows)][place] for row, own in enumerate(rows) for place, rank in enumerate(own)
     }
     return within, between
-
-
-def _transfer(exchange: PeerToPeerExchange, sends: Messages, receives: Messages) -> None:
-    exchange.start(sends, receives).wait()
 
 
 def meet(group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -53,7 +53,7 @@ class Moves:
 
 
 def measure_moving(
-    exchange: Exchange, kernel: Kernel, heads: Heads, device: torch.device, dtype: torch.dtype, rounds: int = 9
+    exchange: Exchange, kernel: Kernel, heads: Heads, device: torch.device, dtype: torch.dtype, rounds: int
 ) -> Moves:
     """Times layers in which every rank computes some documents of another, half the group apart, and as many of its
     own are computed elsewhere: the work is that of a layer whose rows stay. Layers are launched one after the other

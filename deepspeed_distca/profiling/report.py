@@ -24,12 +24,12 @@ def print_result(result: Result, console: Console) -> None:
     for phase in PHASES:
         for name in (phase, "predicted", "error"):
             table.add_column(name, justify="right", no_wrap=True)
-    for call in result.calls:
+    for i, shape in enumerate(result.unseen.shapes):
         cells = []
         for phase in PHASES:
-            measured, predicted = call.measured[phase], call.predicted[phase]
+            measured, predicted = result.unseen.seconds[phase][i], result.predicted[phase][i]
             cells += [f"{measured * 1e3:.3f}", f"{predicted * 1e3:.3f}", f"{predicted / measured - 1:+.1%}"]
-        table.add_row(call.shape.name, *cells)
+        table.add_row(shape.name, *cells)
     console.print(table)
 
     table = Table(title="the model")

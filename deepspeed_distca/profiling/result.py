@@ -11,7 +11,6 @@ import numpy as np
 
 from deepspeed_distca.profiling.measure import Measured
 from deepspeed_distca.profiling.moving import Moves
-from deepspeed_distca.profiling.shapes import Shape
 from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel, MovingCost, Phase
 from deepspeed_distca.scheduler.fit import PredictionError, fit_moving, fit_phase, fit_transfer, predict
 from deepspeed_distca.scheduler.heads import Heads
@@ -56,28 +55,20 @@ Links = dict[str, Link]
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A call's measured and predicted seconds, by phase."""
-
-    shape: Shape
-    measured: dict[Phase, float]
-    predicted: dict[Phase, float]
-
-
-@dataclass(frozen=True)
 class Result:
     """A profile with what it was made of.
 
     Attributes:
         fitted, held_out: errors by phase.
-        calls: predictions of the calls held out.
+        unseen: the calls held out, and what is predicted for them: seconds by phase.
         links: errors of the exchange's times, held out, of each kind that was measured and is of use.
     """
 
     profile: Profile
     fitted: dict[Phase, PredictionError]
     held_out: dict[Phase, PredictionError]
-    calls: list[Prediction]
+    unseen: Measured
+    predicted: dict[Phase, np.ndarray]
     links: dict[str, PredictionError]
 
 
@@ -100,7 +91,7 @@ def build(
     Raises:
         ValueError: times that make no cost model.
     """
-    phases, fitted, unseen, predicted = {}, {}, {}, {}
+    phases, fitted, errors, predicted = {}, {}, {}, {}
     floors = {phase: round(smallest[phase] * UNITS_PER_SECOND) for phase in PHASES}
     for phase in PHASES:
         rows = np.stack([shape.features for shape in fitting.shapes])
@@ -112,7 +103,7 @@ def build(
         fitted[phase] = PredictionError.of(predict(cost, rows, floors[phase]), seconds)
         rows = np.stack([shape.features for shape in held_out.shapes])
         predicted[phase] = predict(cost, rows, floors[phase])
-        unseen[phase] = PredictionError.of(predicted[phase], np.array(held_out.seconds[phase]))
+        errors[phase] = PredictionError.of(predicted[phase], np.array(held_out.seconds[phase]))
     # One floor for both phases; the smaller keeps its promise in each.
     model = CostModel(heads, phases["forward"], phases["backward"], launch=min(floors.values()))
     model = replace(model, linear_rate=fitting.linear_rate)
@@ -134,18 +125,10 @@ def build(
         # Rows went half of all ranks further: to other nodes, where there are as many ranks on each.
         forward, backward = (_moving(model, moves, phase, between_nodes=_BETWEEN in links) for phase in PHASES)
         model = replace(model, moving_forward=forward, moving_backward=backward)
-    calls = [
-        Prediction(
-            shape,
-            {phase: held_out.seconds[phase][i] for phase in PHASES},
-            {phase: float(predicted[phase][i]) for phase in PHASES},
-        )
-        for i, shape in enumerate(held_out.shapes)
-    ]
     about = {
         **about,
         "rounds": fitting.rounds,
-        "error of calls held out": {phase: str(unseen[phase]) for phase in PHASES},
+        "error of calls held out": {phase: str(errors[phase]) for phase in PHASES},
         "error of calls fitted": {phase: str(fitted[phase]) for phase in PHASES},
         **{f"exchange {kind}": text for kind, text in exchange.items()},
         "moving rows": _NOT_MOVED if moves is None else f"measured over {moves.ranks} ranks",
@@ -162,7 +145,7 @@ def build(
     for kind, link in links.items():
         pairs = zip((*link.sizes, *link.held_out_sizes), (*link.seconds, *link.held_out_seconds), strict=True)
         about[f"ms of bytes each way {kind}"] = [f"{size}: {seconds * 1e3:.4f}" for size, seconds in sorted(pairs)]
-    return Result(Profile(setting, model, about), fitted, unseen, calls, link_errors)
+    return Result(Profile(setting, model, about), fitted, errors, held_out, predicted, link_errors)
 
 
 def _moving(model: CostModel, moves: Moves, phase: Phase, *, between_nodes: bool) -> MovingCost:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from deepspeed_distca.data.checks import one_of
-from deepspeed_distca.data.documents import KNOWN_KEYS, Document, read_documents
+from deepspeed_distca.data.documents import KNOWN_KEYS, Document, listed, read_documents
 from deepspeed_distca.data.from_layout import IGNORE_INDEX, ROWS, batch_from_layout
 from deepspeed_distca.data.packing import Overflow, cut
 from deepspeed_distca.given import integer
@@ -135,8 +135,7 @@ class PackedSequenceCollator:
                 f"{fit.split_documents} documents longer than {self.max_tokens} tokens were split; each piece is a "
                 f"document of its own, and the row has {tokens} tokens",
             )
-        features = [features] if isinstance(features, Mapping) else features
-        unknown = sorted({str(key) for feature in features for key in feature if key not in KNOWN_KEYS})
+        unknown = sorted({str(key) for feature in listed(features) for key in feature if key not in KNOWN_KEYS})
         if unknown:
             self._report(f"unknown {unknown}", f"these keys of the features are ignored: {', '.join(unknown)}")
 

@@ -57,25 +57,35 @@ def read_documents(
             padding inside documents, negative token ids, labels that are negative and not `ignore_index`,
             shift_labels that are others than the labels.
     """
-    if isinstance(features, Mapping):
-        features = [features]
-    if isinstance(features, str | bytes) or not isinstance(features, Sequence):
-        raise TypeError(
-            f'expected a list of features like [{{"input_ids": [...]}}, ...], got {type(features).__name__}'
-        )
     documents = []
-    for index, feature in enumerate(features):
-        if not isinstance(feature, Mapping) or "input_ids" not in feature:
-            what = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else repr(feature)[:80]
-            raise TypeError(f'feature {index}: expected a mapping with "input_ids", got {what}')
+    for index, feature in enumerate(listed(features)):
         try:
-            documents += _read_feature(feature, ignore_index)
+            documents += read_feature(feature, ignore_index)
         except (TypeError, ValueError) as error:
             raise type(error)(f"feature {index}: {error}") from None
     return documents
 
 
-def _read_feature(feature: Mapping[str, Any], ignore_index: int) -> list[Document]:
+def listed(features: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """One feature as a list of it.
+
+    Raises:
+        TypeError: something else than one or a list of them.
+    """
+    if isinstance(features, Mapping):
+        return [features]
+    if isinstance(features, str | bytes) or not isinstance(features, Sequence):
+        raise TypeError(
+            f'expected a list of features like [{{"input_ids": [...]}}, ...], got {type(features).__name__}'
+        )
+    return features
+
+
+def read_feature(feature: Mapping[str, Any], ignore_index: int = IGNORE_INDEX) -> list[Document]:
+    """The documents of one feature: see :func:`read_documents`, whose errors say which feature it was."""
+    if not isinstance(feature, Mapping) or "input_ids" not in feature:
+        what = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else repr(feature)[:80]
+        raise TypeError(f'expected a mapping with "input_ids", got {what}')
     ids = integers("input_ids", feature["input_ids"])
     if ids.ndim not in (1, 2):
         raise ValueError(f"input_ids must be [tokens] or [rows, tokens], got shape {list(ids.shape)}")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from deepspeed_distca.data.documents import KNOWN_KEYS, read_documents
+from deepspeed_distca.data.documents import KNOWN_KEYS, listed, read_feature
 from deepspeed_distca.data.from_layout import IGNORE_INDEX
 from deepspeed_distca.data.integers import integers, like_tokens
 from deepspeed_distca.defaults import GRANULARITY
@@ -132,13 +132,9 @@ class PrefixCollator:
         return {**batch, "layout": layout, "num_targets": int((shifted != self.ignore_index).sum())}
 
     def _read(self, features: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[_Text]:
-        if isinstance(features, Mapping):
-            features = [features]
-        if isinstance(features, str | bytes) or not isinstance(features, Sequence):
-            raise TypeError(f"expected a list of features, got {type(features).__name__}")
         texts: list[_Text] = []
         number = 0
-        for index, feature in enumerate(features):
+        for index, feature in enumerate(listed(features)):
             if not isinstance(feature, Mapping) or not {"input_ids", *PROMPT_KEYS} & set(feature):
                 got = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else shown(feature)
                 raise TypeError(
@@ -149,12 +145,12 @@ class PrefixCollator:
                     texts.append(_read_prompt(feature, number, self.ignore_index))
                     number += len(texts[-1].answers)
                     continue
-                for ids, labels in read_documents(feature, self.ignore_index):
+                for ids, labels in read_feature(feature, self.ignore_index):
                     targets = _targets("labels", ids, labels, self.ignore_index)
                     texts.append(_Text(ids, np.append(targets[1:], False), 1.0, number, []))
                     number += 1
             except (TypeError, ValueError) as error:
-                raise type(error)(f"feature {index}: {str(error).removeprefix('feature 0: ')}") from None
+                raise type(error)(f"feature {index}: {error}") from None
             for key in sorted(map(str, set(feature) - KNOWN_KEYS)):
                 if key not in self._reported:
                     logger.warning("prefix collator: the key %r of a document is ignored", key)

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from deepspeed_distca.compat import check
 from deepspeed_distca.compat.datasets import row_numbers
-from deepspeed_distca.data.documents import KNOWN_KEYS, Document, read_documents
+from deepspeed_distca.data.documents import KNOWN_KEYS, Document, read_feature
 
 _READ = ("input_ids", "labels", "attention_mask")
 
@@ -287,7 +287,7 @@ def _document(item: Any, where: str) -> Document:
         raise ValueError(f"{where}: seq_lengths says that the row is packed already; give each document by itself")
     feature = {k: item[k] for k in KNOWN_KEYS if k in item} if isinstance(item, Mapping) else {"input_ids": item}
     try:
-        found = read_documents([feature])
+        found = read_feature(feature)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from None
     if len(found) > 1:

@@ -331,7 +331,7 @@ def test_refusals_name_the_feature(feature, error, words):
 
 
 def test_other_refusals():
-    with pytest.raises(TypeError, match="expected a list of features, got str"):
+    with pytest.raises(TypeError, match="expected a list of features like .*, got str"):
         PrefixCollator()("ab")
     with pytest.raises(ValueError, match="min_shared must be an integer >= 2, got 1"):
         PrefixCollator(min_shared=1)

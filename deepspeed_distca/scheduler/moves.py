@@ -228,10 +228,10 @@ class Moves:
             piece = own[-1]
             cost, document, start, end = piece
             if not self._holdings.is_whole(document):
-                move = self._move(server, piece, start, end, 0)
-                if move is None:
+                terms = self._terms(server, piece, start, end, (0, 0))
+                if terms is None:
                     break
-                self._take(giver, move)
+                self._take(giver, Move(0, server, -end, -start, piece, *terms))
                 continue
             # A document that nobody has seen any part of needs no book-keeping.
             rows = end + self._documents.full.get(document, end)
@@ -315,58 +315,48 @@ class Moves:
         much of it as there is room for: its head, its tail, or all of it."""
         whole, document, start, end = piece
         room, cuts = self._room[server], self._cuts.of(document)
-        below, above = self._savings(server, piece)
-        joined = whole - below - above
+        savings = below, above = self._savings(server, piece)
+        joined, ranges = whole - below - above, []
         if joined > min(room, wanted):
             lowest, highest = cuts.limits(start, end, self._shard)
             if lowest <= highest:
                 kept = whole - wanted  # what may stay with the giver
                 x = min(cuts.head_within(start, end, room + below), cuts.tail_within(start, end, kept))
-                x = min(max(x, lowest), highest)
-                cost = cuts.cost(start, x) - below
-                if cost <= room:
-                    best = self._least(best, server, piece, start, x, whole - cuts.cost(x, end), cost, wanted)
+                ranges.append((start, min(max(x, lowest), highest)))
                 x = max(cuts.tail_within(start, end, room + above), cuts.head_within(start, end, kept))
-                x = min(max(x, lowest), highest)
-                cost = cuts.cost(x, end) - above
-                if cost <= room:
-                    best = self._least(best, server, piece, x, end, whole - cuts.cost(start, x), cost, wanted)
+                ranges.append((min(max(x, lowest), highest), end))
         if joined <= room:
-            best = self._least(best, server, piece, start, end, whole, joined, wanted)
+            ranges.append((start, end))
+        for a, b in ranges:
+            terms = self._terms(server, piece, a, b, savings, room)
+            if terms is not None:
+                relief, cost, rows = terms
+                transfers = (b - a) * self._q_cost + (rows - (b - a)) * self._kv_cost
+                score = ((transfers + cost - relief) << 20) // min(relief, wanted)
+                if best is None or (score, server, -b, -a) < best[:4]:
+                    best = Move(score, server, -b, -a, piece, relief, cost, rows)
         return best
 
-    def _least(
-        self, best: Move | None, server: int, piece: Piece, a: int, b: int, relief: int, cost: int, wanted: int
-    ) -> Move | None:
-        """The better of `best` and the move of [a, b) of a piece, if that is one."""
-        if relief <= 0:
-            return best
-        rows = b - a
-        missing = self._holdings.missing(piece[1], server, a, b)
-        if self._cap is not None and not self._may_receive(server, rows + missing):
-            return best
-        score = ((rows * self._q_cost + missing * self._kv_cost + cost - relief) << 20) // min(relief, wanted)
-        if best is not None and (best[0] < score or (best[0] == score and best[1:4] <= (server, -b, -a))):
-            return best
-        return Move(score, server, -b, -a, piece, relief, cost, rows + missing)
-
-    def _move(self, server: int, piece: Piece, a: int, b: int, saved: int) -> Move | None:
-        """The move of [a, b) of a piece, whose score is left at 0; None where the cap forbids it, or it is none.
+    def _terms(
+        self, server: int, piece: Piece, a: int, b: int, savings: tuple[int, int], room: int | None = None
+    ) -> tuple[int, int, int] | None:
+        """The relief, cost and rows of the move of [a, b) of a piece: its head, its tail, or all of it; None where it
+        is none, or there is no room, or the cap forbids it.
 
         Args:
-            saved: what the server saves because [a, b) extends a task that it has.
+            savings: of :meth:`_savings`.
         """
         whole, document, start, end = piece
-        if a == start and b == end:
-            relief, cost = whole, whole - saved
-        else:
+        relief = cost = whole
+        if a > start or b < end:
             cuts = self._cuts.of(document)
-            relief = whole - (cuts.cost(b, end) if a == start else cuts.cost(start, a))
-            cost = cuts.cost(a, b) - saved
-        if relief <= 0:
+            relief -= cuts.cost(b, end) if a == start else cuts.cost(start, a)
+            cost = cuts.cost(a, b)
+        cost -= (savings[0] if a == start else 0) + (savings[1] if b == end else 0)
+        if relief <= 0 or (room is not None and cost > room):
             return None
         rows = b - a + self._holdings.missing(document, server, a, b)
-        return Move(0, server, -b, -a, piece, relief, cost, rows) if self._may_receive(server, rows) else None
+        return (relief, cost, rows) if self._may_receive(server, rows) else None
 
     def _may_receive(self, server: int, rows: int) -> bool:
         return self._cap is None or self._received[server] + rows <= self._cap
@@ -489,25 +479,21 @@ class Moves:
             lowest, highest = cuts.limits(start, end, self._shard)
             holders = [s for s in self._holdings.servers(document) if s != giver and weights[s]]
             holders = nsmallest(_HOLDERS, holders, key=lambda s: relative(s, loads[s]))
+            shards = [(start, lowest), (highest, end)] if lowest <= highest else [(start, end)]
             if self._cap is None and not self._shares.are_equal:
                 # A fast server may end up less loaded than an emptier slow one: the load with the shard counts.
-                shards = [(start, lowest), (highest, end)] if lowest <= highest else [(start, end)]
                 sizes = [cuts.cost(a, b) for a, b in shards]
                 takers = [min(everyone, key=partial(self._relative_with, size)) for size in sizes if everyone]
             for server in dict.fromkeys([*takers, *holders]):
-                below, above = self._savings(server, piece)
-                if lowest <= highest:
-                    ranges = [(start, lowest, below), (highest, end, above)]
-                else:
-                    ranges = [(start, end, below + above)]
-                for a, b, saved in ranges:
-                    move = self._move(server, piece, a, b, saved)
-                    if move is None:
+                savings = self._savings(server, piece)
+                for a, b in shards:
+                    terms = self._terms(server, piece, a, b, savings)
+                    if terms is None:
                         continue
-                    fits = self._over(server) + move.cost <= 0
-                    after = 0 if fits else relative(server, loads[server] + move.cost)
-                    price = (b - a) * self._q_cost + (move.rows - (b - a)) * self._kv_cost + move.cost
-                    move = move._replace(score=(after, price))
+                    relief, cost, rows = terms
+                    after = 0 if self._over(server) + cost <= 0 else relative(server, loads[server] + cost)
+                    price = (b - a) * self._q_cost + (rows - (b - a)) * self._kv_cost + cost
+                    move = Move((after, price), server, -b, -a, piece, relief, cost, rows)
                     if best is None or move[:4] < best[:4]:
                         best = move
         return best

@@ -66,7 +66,7 @@ class AdvancedConfig(_Options):
     node_size: int | None = Field(default=None, ge=1)
     """ GPUs of a node, where that is not what ranks find out: those on one machine are a node. Nodes are
     balanced first, and bytes that cross them are priced by what a NIC carries (the cost model says how much).
-    Pipelines know no nodes, and refuse the key. """
+    """
 
     probe: bool = True
     """ Run the model on two handfuls of tiny documents when the engine is made, and refuse it where one document
@@ -87,8 +87,7 @@ class DistCAConfig(_Options):
     overlap: Literal["none", "local_first", "ping_pong"] | None = None
     """ When rows travel: "none" waits for every exchange, "local_first" hides them under the tasks that stay at home,
     "ping_pong" runs a micro-batch as two nano-batches and hides one's under the other's layers as well. Left out:
-    "local_first"; over several nodes "ping_pong", where the model can do it and it takes no memory (it keeps attention
-    of all checkpointed layers). """
+    "local_first"; over several nodes "ping_pong", where the model can do it. """
 
     kernel: Literal["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen", "reference"] | None = None
     """ What computes core attention. Left out: the best that is installed and fits the device and data type. """

@@ -222,7 +222,7 @@ class Runtime:
         self._ping_pong: PingPong | None = None
         self._twice_called: TwiceCalled | None = None
         # Between nodes the tasks at home do not hide all that travels (docs/nodes.md).
-        over_nodes = config.overlap is None and config.keep_attention is not False and options.nodes is not None
+        over_nodes = config.overlap is None and options.nodes is not None
         if config.overlap == "ping_pong":
             self._take_turns(contract, modules, asked=True)
         elif over_nodes and servers == len(mine):
@@ -298,11 +298,6 @@ class Runtime:
         if turns is not None and self.config.overlap is None:
             if self._engine.is_compiled:
                 turns.problem = "compiled graphs end where a forward is divided"
-            elif kept.wanted and self.config.keep_attention is None:
-                turns.problem = (
-                    "under activation checkpointing it keeps core attention of all layers; `keep_attention` true says "
-                    "that there is memory for it"
-                )
             # A forward that was divided needs the hooks until its backward: the next one is whole.
             if turns.problem is not None and not turns.split:
                 self._stays_whole(turns.problem)

@@ -12,11 +12,15 @@ lies between them, in the exact reverse order, the same on every rank, without a
 
     forward      D0 .. D1 S0 S1 C0 ..linear.. D0 C1 ..linear.. D1 S0 S1 C0 ..
     backward     C1 ..linear.. C0 S1 S0 D1 ..linear.. C1 D0 ..linear.. C0 S1 S0 ..
+
+Under activation checkpointing a nano-batch's layer is recomputed while the other one's is not there any more, or not
+yet. Where its core attention was not kept it is computed again by itself, and what is sent for it is hidden by its own
+tasks at home only. The keys of the other one that its queries may need were kept for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -71,10 +75,14 @@ class NanoPair:
 
 class HalfPlan:
     """What the layers of one nano-batch take for the micro-batch's plan. Another forward of the same model runs inside
-    of ``attend``."""
+    of ``attend``.
+
+    Attributes:
+        nano: the nano-batch.
+    """
 
     def __init__(self, pair: NanoPair, nano: int) -> None:
-        self._pair, self._nano = pair, nano
+        self._pair, self.nano = pair, nano
 
     def attend(
         self,
@@ -82,7 +90,7 @@ class HalfPlan:
         k: torch.Tensor,
         v: torch.Tensor,
         spec: AttentionSpec,
-        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+        kept: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Core attention of one layer for the rows of this nano-batch: see ``core_attention``.
 
@@ -95,12 +103,10 @@ class HalfPlan:
             OverlapError: called where the nano-batches cannot take turns.
             ValueError: rows that are not the plan's, or a window that was not planned.
         """
-        pair, nano = self._pair, self._nano
-        rows = pair.plan.rows[nano]
-        if not len(q) == len(k) == len(v) == max(rows, 1):
-            raise ValueError(f"nano-batch {nano} has {rows} tokens on this rank, got {len(q)}, {len(k)} and {len(v)}")
-        q, k, v = (t[:rows].contiguous() for t in (q, k, v))
+        pair, nano = self._pair, self.nano
+        q, k, v = self._own(q, k, v)
         if kept is not None:
+            rows = len(q)
             out, lse = _Recomputed.apply(q, k, v, *(t.narrow(d, 0, rows) for t, d in zip(kept, (0, 1), strict=True)))
             return _padded(out, lse)
         if not torch.is_grad_enabled():
@@ -111,7 +117,7 @@ class HalfPlan:
             )
         if in_backward():
             raise OverlapError(
-                "a layer is recomputed in backward, but its core attention was not kept. Checkpoint layers by "
+                "a layer is recomputed in backward, but nothing of its core attention was kept. Checkpoint layers by "
                 'transformers or torch with use_reentrant=False, or set `distca.overlap` to "local_first"'
             )
         layer = pair.layer(nano, q, k, v, spec)
@@ -124,6 +130,46 @@ class HalfPlan:
         pair.hand_over(nano)
         out, lse, pair.token = _Collect.apply(pair.token, layer, nano)
         return _padded(out, lse)
+
+    def attend_again(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        other: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`attend` in recomputation, where no results were kept.
+
+        Args:
+            other: of the other nano-batch, what :meth:`for_other` gave there.
+        """
+        nano, plan = self.nano, self._pair.plan
+        q, k, v = self._own(q, k, v)
+        with torch.no_grad():
+            steps = ForwardSteps(plan.layer(spec.window), spec, plan.kernel(q, k, v, spec))
+            steps.dispatch(nano, q, k, v)
+            if other:
+                steps.lend(1 - nano, *(t[: plan.rows[1 - nano]].contiguous() for t in other))
+            steps.serve(nano)
+            *_, out, lse = steps.collect(nano)
+            steps.wait()
+        return _padded(*_Recomputed.apply(q, k, v, out, lse))
+
+    def for_other(self, k: torch.Tensor, v: torch.Tensor, window: int | None) -> tuple[torch.Tensor, ...]:
+        """What the other nano-batch needs of this one to be recomputed: k and v, or nothing where no query of it, on
+        any rank, may read them."""
+        return (k, v) if self._pair.plan.layer(window).forward.crossed[1 - self.nano] else ()
+
+    def _own(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Without the row that stands in where there is none."""
+        rows = self._pair.plan.rows[self.nano]
+        counts = [len(t) for t in tensors]
+        if counts != 3 * [max(rows, 1)]:
+            raise ValueError(
+                f"nano-batch {self.nano} has {rows} tokens on this rank, got {counts[0]}, {counts[1]} and {counts[2]}"
+            )
+        return tuple(t[:rows].contiguous() for t in tensors)
 
 
 def _padded(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

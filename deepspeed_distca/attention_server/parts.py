@@ -60,9 +60,10 @@ def _row_cut(start: np.ndarray, length: np.ndarray, granularity: int) -> int:
     return cut if max(first, 0) < cut < int(ends[inside]) else min(max(tokens // 2, 1), tokens - 1)
 
 
-def has_crossing(layout: Layout, cuts: np.ndarray) -> bool:
-    """Whether some document has tokens of nano-batch 0 after tokens of nano-batch 1, so that queries of the former may
-    need keys of the latter. Only documents that continue on another rank can."""
+def crossings(layout: Layout, cuts: np.ndarray) -> tuple[bool, bool]:
+    """Whether queries of nano-batch 0 may need keys of nano-batch 1, and the other way round: whether some document
+    has tokens of the latter before some of the former. The first only happens where documents continue on other
+    ranks."""
     s = layout.segments
     cut = np.clip(cuts[s[:, RANK]] - layout.rows, 0, s[:, LENGTH])
     document = np.unique(s[:, DOCUMENT], return_inverse=True)[1]
@@ -73,9 +74,13 @@ def has_crossing(layout: Layout, cuts: np.ndarray) -> bool:
         ]
     )
     pieces = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))]
-    nano = pieces[:, 2]
-    highest = np.maximum.accumulate(2 * pieces[:, 0] + nano) - 2 * pieces[:, 0]
-    return bool((highest > nano).any())
+
+    def any_before(nano: np.ndarray) -> bool:
+        """Whether a document has tokens of which `nano` is 1 before some of which it is 0."""
+        highest = np.maximum.accumulate(2 * pieces[:, 0] + nano) - 2 * pieces[:, 0]
+        return bool((highest > nano).any())
+
+    return any_before(pieces[:, 2]), any_before(1 - pieces[:, 2])
 
 
 @dataclass(frozen=True)
@@ -110,13 +115,13 @@ class Parts:
     Attributes:
         parts: one, or those of nano-batch 0 and 1.
         home_rows: rows of q, k and v of the rank.
-        late_keys: queries of nano-batch 0 may read keys of nano-batch 1 somewhere, so that the gradients of those keys
-            are not complete before nano-batch 0 was served. The same on every rank.
+        crossed: of either nano-batch, whether its queries may read keys of the other one somewhere: see
+            :func:`crossings`. The same on every rank.
     """
 
     parts: tuple[Part, ...]
     home_rows: int
-    late_keys: bool = False
+    crossed: tuple[bool, bool] = (False, False)
 
     @classmethod
     def whole(cls, plan: RankPlan) -> Parts:
@@ -129,8 +134,9 @@ class Parts:
         return len(self.parts) > 1
 
     def keys_after(self, part: int) -> tuple[int, ...]:
-        """Backward, which serves the last part first: whose keys have their gradients once this part was served."""
-        if not self.late_keys:
+        """Backward, which serves the last part first: whose keys have their gradients once this part was served. Where
+        queries of part 0 may read keys of part 1, theirs are not complete before it was."""
+        if not self.crossed[0]:
             return (part,)
         return tuple(range(len(self.parts))) if part == 0 else ()
 
@@ -187,7 +193,9 @@ class WorkspaceSums:
         return cls(fresh, gaps, int(tasks_of.max(initial=0)))
 
 
-def two_parts(plan: Routes, cuts: np.ndarray, window: int | None, *, backward: bool, late_keys: bool) -> Parts:
+def two_parts(
+    plan: Routes, cuts: np.ndarray, window: int | None, *, backward: bool, crossed: tuple[bool, bool]
+) -> Parts:
     """Divides what a rank does in one phase between two nano-batches.
 
     Args:
@@ -195,7 +203,7 @@ def two_parts(plan: Routes, cuts: np.ndarray, window: int | None, *, backward: b
         cuts: of the rows of every server, as in :func:`row_cuts`.
         window: keys that a query sees.
         backward: keep tasks apart that would overwrite each other's dk and dv.
-        late_keys: see :class:`Parts`, and :func:`has_crossing`.
+        crossed: see :class:`Parts`.
 
     Raises:
         ValueError: a plan of trees, whose tasks share queries: they run whole.
@@ -241,7 +249,7 @@ def two_parts(plan: Routes, cuts: np.ndarray, window: int | None, *, backward: b
         apart, shared = (_batch(local.take(mine & which), first, k_first, end) for which in (~clash, clash))
         needs_other = bool(reads[nano_remote == nano].any())
         parts.append(Part(first, rows, divided, [apart] if len(apart) else [], k_first, shared, needs_other))
-    return Parts(tuple(parts), plan.home_rows, late_keys)
+    return Parts(tuple(parts), plan.home_rows, crossed)
 
 
 def _batch(tasks: TaskRanges, first: int, k_first: int, end: int) -> TaskBatch:

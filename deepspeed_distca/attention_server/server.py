@@ -22,7 +22,7 @@ from deepspeed_distca.attention_server.coordination.agreement import (
 from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.exchange.base import Exchange
 from deepspeed_distca.attention_server.kernels import Kernel, select_kernel
-from deepspeed_distca.attention_server.parts import Parts, has_crossing, row_cuts, two_parts
+from deepspeed_distca.attention_server.parts import Parts, crossings, row_cuts, two_parts
 from deepspeed_distca.attention_server.phase_planner import (
     MicroBatchPlanner,
     PhasePlanner,
@@ -272,11 +272,11 @@ class AttentionServer:
     def _halves(self, layout: Layout, plan: StepPlan) -> StepPlan:
         """The same plan, divided in time; nobody has to agree on it, since it follows from the layout."""
         cuts = row_cuts(layout, self._granularity)
-        late = has_crossing(layout, cuts)
+        crossed = crossings(layout, cuts)
 
         def divided(whole: Parts | None, window: int | None, *, backward: bool) -> Parts:
             assert whole is not None  # both phases are planned
-            return two_parts(whole.parts[0].plan.routes, cuts, window, backward=backward, late_keys=late)
+            return two_parts(whole.parts[0].plan.routes, cuts, window, backward=backward, crossed=crossed)
 
         layers = {
             window: replace(

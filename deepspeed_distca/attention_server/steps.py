@@ -104,6 +104,11 @@ class _Steps:
             if j == i or self._phase.parts[i].needs_other:
                 pending.wait()
 
+    def wait(self) -> None:
+        """For all that was sent and received by now."""
+        for pending in (*self._dispatched.values(), *self._returning.values()):
+            pending.wait()
+
     def _run(self, i: int, at_home: Callable[[], None], away: Callable[[], Result], device: torch.device) -> Result:
         """Tasks in place and tasks in the workspace, beside each other where there are both a side stream and the
         latter. A rank without any in its workspace only waits for its results, behind its own tasks: NCCL's receive
@@ -151,6 +156,18 @@ class ForwardSteps(_Steps):
             self._make_work([q], [k, v])
         q_work, k_work, v_work = self._work
         self._dispatched[i] = dispatch(self._exchange, p, [(q, q_work)], [(k, k_work), (v, v_work)])
+
+    def lend(self, i: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keys and values of part i, which itself is not computed, leave for the tasks of the part that was dispatched
+        before."""
+        p = self._phase.parts[i].plan
+        self._keys[i] = k, v
+        if p.is_local:
+            return
+        if not self._work:
+            self._make_work(list(self._q.values()), [k, v])
+        _, k_work, v_work = self._work
+        self._dispatched[i] = dispatch(self._exchange, p, [], [(k, k_work), (v, v_work)])
 
     def serve(self, i: int) -> None:
         """Tasks of part i, at home and in the workspace; results leave."""

@@ -24,24 +24,28 @@ from deepspeed_distca.compat.torch import in_backward, in_checkpoint, version_of
 
 
 class KeptAttention:
-    """What is kept of one micro-batch: out [T, heads, v_head_dim] and lse [heads, T] of every checkpointed layer, each
-    until its recomputation.
+    """What is kept of one micro-batch: out [T, heads, v_head_dim] and lse [heads, T] of checkpointed layers, each
+    until its recomputation; of two nano-batches those of either.
 
     Args:
         limit: called for the number of layers of which it is kept, the first ones; None: of all. Ranks that exchange
             rows need the same.
         always: keep that of every layer, and have it for every further call. For pipelines, whose stages do not
             recompute at the same time: a layer that exchanged rows again would find nobody there.
-
-    Attributes:
-        wanted: layers that are recomputed, as far as forward has come.
     """
 
     def __init__(self, limit: Callable[[], int] | None = None, *, always: bool = False) -> None:
         self._limit, self._always = limit, always
-        self.wanted = self._given = 0
-        #: By attention module, from its first call on; None: there is nothing (any more) to be used.
-        self._kept: dict[nn.Module, _Kept | None] = {}
+        self._keeps: dict[nn.Module, bool] = {}  # by layer that is recomputed
+        #: By attention module and nano-batch, from the first call on; None: there is nothing (any more) to be used.
+        self._kept: dict[tuple[nn.Module, int | None], _Kept | None] = {}
+        #: By attention module, of which nothing else is kept: what the other nano-batch's recomputation needs of one.
+        self._keys: dict[nn.Module, _Kept] = {}
+
+    @property
+    def wanted(self) -> int:
+        """Layers that are recomputed, as far as forward has come."""
+        return len(self._keeps)
 
     def attend(
         self,
@@ -53,10 +57,12 @@ class KeptAttention:
         spec: AttentionSpec,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Core attention of a module: computed in a first pass, taken from what was kept in its recomputation."""
+        half = plan if isinstance(plan, HalfPlan) else None
+        key = module, half.nano if half else None
         # Selective checkpointing matches the operations of the two passes by counting them, and those of core
         # attention are in one pass only: it may see them in neither.
         with without_modes():
-            first = self._kept.get(module) if self._always else None
+            first = self._kept.get(key) if self._always else None
             if first is not None:
                 result = first.result()
                 if result is None:
@@ -66,35 +72,43 @@ class KeptAttention:
                     )
                 return plan.attend(q, k, v, spec, result)
             if in_backward() and not self._always:
-                kept, self._kept[module] = self._kept.get(module), None
+                kept, self._kept[key] = self._kept.get(key), None
+                other = self._keys.pop(module).result() if half and module in self._keys else None
+                if half and other is not None:
+                    if half.nano == 1:  # which is recomputed first
+                        self._keys[module] = _Kept.of(*half.for_other(k, v, spec.window))
+                    return half.attend_again(q, k, v, spec, other)
                 return plan.attend(q, k, v, spec, kept.result() if kept else None)
-            again = module in self._kept
+            again = key in self._kept
             out, lse = plan.attend(q, k, v, spec, None)
             # Of a module that was called twice nobody could tell which call is recomputed.
-            keep = self._always or (in_checkpoint() and not again and self._has_room())
-            self._kept[module] = _Kept.of(out, lse) if keep else None
+            recomputed = in_checkpoint() and not again
+            keep = self._always or (recomputed and self._has_room(module))
+            self._kept[key] = _Kept.of(out, lse) if keep else None
+            if again:
+                self._keys.pop(module, None)
+            elif half and half.nano == 0 and recomputed and not keep:
+                self._keys[module] = _Kept.of(*half.for_other(k, v, spec.window))
             return out, lse
 
-    def _has_room(self) -> bool:
-        self.wanted += 1
-        room = self._limit is None or self._given < self._limit()
-        self._given += room
-        return room
+    def _has_room(self, module: nn.Module) -> bool:
+        if module not in self._keeps:
+            self._keeps[module] = self._limit is None or sum(self._keeps.values()) < self._limit()
+        return self._keeps[module]
 
     def __len__(self) -> int:
-        """How many layers wait for their recomputation."""
-        return sum(kept is not None for kept in self._kept.values())
+        """Of how many layers something waits for recomputation."""
+        return len({module for (module, _), kept in self._kept.items() if kept is not None})
 
 
 class _Kept(NamedTuple):
-    out: torch.Tensor
-    lse: torch.Tensor
-    version: tuple[int, int]
+    tensors: tuple[torch.Tensor, ...]
+    versions: list[int]
 
     @classmethod
-    def of(cls, out: torch.Tensor, lse: torch.Tensor) -> _Kept:
-        return cls(out.detach(), lse.detach(), (version_of(out), version_of(lse)))
+    def of(cls, *tensors: torch.Tensor) -> _Kept:
+        return cls(tuple(t.detach() for t in tensors), [version_of(t) for t in tensors])
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Out and lse, unless the model changed one of them in place after the first pass."""
-        return (self.out, self.lse) if (version_of(self.out), version_of(self.lse)) == self.version else None
+    def result(self) -> tuple[torch.Tensor, ...] | None:
+        """What was kept, unless the model changed some of it in place after the first pass."""
+        return self.tensors if [version_of(t) for t in self.tensors] == self.versions else None

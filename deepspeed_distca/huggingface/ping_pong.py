@@ -145,11 +145,13 @@ class PingPong:
     def _both(self, halves: tuple[dict, dict], plan: StepPlan, device: torch.device) -> tuple[Any, Any]:
         turns = Turns(device)
         pair = NanoPair(plan, self._hand_over(turns))
+        # A nano-batch cannot be recomputed without the other one's keys, whether or not results are kept.
+        kept = halves[0].get(KEPT)
+        kept = KeptAttention(lambda: 0) if kept is None else kept
 
         def run(nano: int) -> Any:
             self.running = nano
-            # Always kept: a nano-batch is recomputed when the other one's keys are not there any more, or not yet.
-            output = self._forward(**{**halves[nano], PLAN: pair.plans[nano], KEPT: KeptAttention()})
+            output = self._forward(**{**halves[nano], PLAN: pair.plans[nano], KEPT: kept})
             return output if nano else _map(output, iter(pair.close(_floating(output))))
 
         try:

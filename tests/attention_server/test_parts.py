@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
+from deepspeed_distca.attention_server.parts import crossings, row_cuts, two_parts
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.routes import RouteCompiler, TaskRanges
 from tests.distributed.random_plans import random_layout, random_tasks
@@ -51,8 +51,11 @@ def test_crossing_is_what_it_says(seed: int) -> None:
             for position in range(start, start + length):
                 nano[document, position] = int(row >= cuts[rank])
                 row += 1
-    expected = any(nano[d, p] == 0 and any(nano[d, earlier] == 1 for earlier in range(p)) for d, p in nano)
-    assert has_crossing(layout, cuts) == expected
+    expected = tuple(
+        any(nano[d, p] == half and any(nano[d, earlier] != half for earlier in range(p)) for d, p in nano)
+        for half in (0, 1)
+    )
+    assert crossings(layout, cuts) == expected
 
 
 def pairs(tasks: TaskRanges, window: int | None, q_first: int = 0, k_first: int = 0) -> list[tuple[int, int]]:
@@ -76,7 +79,7 @@ def test_no_pair_of_rows_is_lost_or_counted_twice(seed: int, window: int | None)
     for rank in range(3):
         whole = compiler.rank(rank)
         for backward in (False, True):
-            phase = two_parts(whole, cuts, window, backward=backward, late_keys=False)
+            phase = two_parts(whole, cuts, window, backward=backward, crossed=(False, False))
             local = [
                 pair
                 for part in phase.parts

@@ -15,18 +15,21 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import safe_get_full_grad
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import deepspeed_distca
 from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
 from deepspeed_distca.attention_server.kernels import make_kernel
 from deepspeed_distca.attention_server.nano_batches import NanoPair
-from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
+from deepspeed_distca.attention_server.parts import crossings, row_cuts, two_parts
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.data.from_layout import batch_from_layout
+from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.turns import Turns
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.relays import RelayRule
@@ -34,7 +37,7 @@ from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.topology import Topology
 from tests.distributed import model_families, models_worker
 from tests.distributed.core_attention_worker import compare
-from tests.distributed.engine_worker import documents_of, ds_config, reference, tiny_llama
+from tests.distributed.engine_worker import counting, documents_of, ds_config, kept, reference, tiny_llama
 from tests.distributed.operation_order import recorded
 from tests.distributed.random_plans import random_layout, random_tasks
 
@@ -42,14 +45,17 @@ CPU = torch.device("cpu")
 
 
 def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
-    """Random plans in two nano-batches with random cuts: see ``core_attention_worker.check``. And how many layouts had
-    a document whose first half needs keys of another's second half, as "crossing"."""
+    """Random plans in two nano-batches with random cuts, every second one with its layer recomputed in backward: see
+    ``core_attention_worker.check``. And how many layouts had a document whose first half needs keys of another's
+    second half, as "crossing", and how many of them were recomputed, as "again"."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange = PeerToPeerExchange(dist.group.WORLD)
     kernel = make_kernel("reference")
     names = ("out", "lse", "dq", "dk", "dv")
-    worst = dict.fromkeys((*names, *(f"{name}_ratio" for name in names), "relayed", "crossing", "shared"), 0.0)
+    worst = dict.fromkeys(
+        (*names, *(f"{name}_ratio" for name in names), "relayed", "crossing", "again", "shared"), 0.0
+    )
     for case in range(cases):
         rng = np.random.default_rng((seed, case))
         spec = AttentionSpec(
@@ -61,8 +67,9 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
         cuts = row_cuts(layout, granularity=int(rng.choice([1, 8])))
         if rng.random() < 0.7:
             cuts = np.array([int(rng.integers(0, n + 1)) for n in layout.tokens], dtype=np.int64)
-        crossing = has_crossing(layout, cuts)
-        worst["crossing"] += crossing
+        crossed, again = crossings(layout, cuts), bool(case % 2)
+        worst["crossing"] += crossed[0]
+        worst["again"] += crossed[0] and again
         plans = []
         for _ in range(2):  # forward and backward follow different plans
             tasks = random_tasks(rng, layout, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9, 1.0])))
@@ -72,7 +79,7 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
             worst["relayed"] += len(compiler.relayed())
             plans.append(RankPlan(compiler.rank(rank)))
         divided = [
-            two_parts(plan.routes, cuts, spec.window, backward=backward, late_keys=crossing)
+            two_parts(plan.routes, cuts, spec.window, backward=backward, crossed=crossed)
             for plan, backward in zip(plans, (False, True), strict=True)
         ]
         worst["shared"] += len(divided[1].parts[0].shared)
@@ -80,25 +87,33 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
         shape = *[(4, 2), (2, 2), (3, 1)][int(rng.integers(3))], *[(8, 8), (16, 8)][int(rng.integers(2))]
         plan = LayerPlan.whole(*plans, exchange, SideStream())
 
-        def attend(q, k, v, plan, spec, kernel, ping_pong=ping_pong):
-            return in_two(q, k, v, ping_pong, spec)
+        def attend(q, k, v, plan, spec, kernel, ping_pong=ping_pong, again=again):
+            return in_two(q, k, v, ping_pong, spec, again=again)
 
         compare(layout, plan, spec, kernel, rank, shape, rng, worst, getattr(torch, dtype), attend)
     dist.barrier()
     return worst
 
 
-def in_two(q, k, v, ping_pong: StepPlan, spec: AttentionSpec):
-    """Core attention of a rank's rows by two nano-batches, as two halves of a model would ask for it."""
+def in_two(q, k, v, ping_pong: StepPlan, spec: AttentionSpec, *, again: bool = False):
+    """Core attention of a rank's rows by two nano-batches, as two halves of a model would ask for it; in a checkpoint
+    whose recomputation computes it again, or without."""
     turns = Turns(CPU)
     pair = NanoPair(ping_pong, turns.hand_over)
+    kept, layer = KeptAttention(lambda: 0), nn.Module()
+
+    def attend(nano: int, *given: torch.Tensor):
+        if not again:
+            return pair.plans[nano].attend(*given, spec)
+        recomputed = lambda *rows: kept.attend(layer, pair.plans[nano], *(2 * x for x in rows), spec)  # noqa: E731
+        return checkpoint(recomputed, *(x / 2 for x in given), use_reentrant=False)
 
     def half(nano: int):
         cut = ping_pong.rows[0]
         rows = slice(0, cut) if nano == 0 else slice(cut, None)
         real = len(q[rows])
         given = [t[rows] if real else torch.cat([t[:0], t.new_zeros((1, *t.shape[1:]))]) for t in (q, k, v)]
-        out, lse = pair.plans[nano].attend(*given, spec)
+        out, lse = attend(nano, *given)
         out, lse = out[:real], lse[:, :real]
         return (out, lse) if nano else tuple(pair.close([out, lse]))
 
@@ -124,6 +139,7 @@ def train_once(
     block: dict | None = None,
     unable: Sequence[int] = (),
     compiled: int | None = None,
+    room: int | None = None,
 ) -> dict:
     """Loss and gradients of the second step over the layouts (one per micro-batch). The first step, with a learning
     rate of 0, begins with the forward that runs whole.
@@ -135,6 +151,7 @@ def train_once(
         block: further options of the plugin's.
         unable: ranks that find that they cannot run two nano-batches.
         compiled: engine.compile() comes after so many forwards.
+        room: there is memory to keep the attention of so many layers.
     """
     rng = np.random.default_rng(seed)
     layouts = [Layout.from_ranks(ranks).validate() for ranks in layouts]
@@ -144,6 +161,8 @@ def train_once(
     engine = engine_of(zero, len(layouts), checkpointing, seed, frozen, options, servers=servers, **(block or {}))
     if dist.get_rank() in unable:
         engine.distca._ping_pong.problem = "there is none"
+    if room is not None:
+        engine.distca._kept_layers.affordable = lambda tokens: room + dist.get_rank()
     parts = [rank_batch(d, layout, servers) for d, layout in zip(batches, layouts, strict=True)]
     step_targets = sum(part["num_targets"] for part in parts)
     losses, splits, gradients = [], [], {}
@@ -155,7 +174,8 @@ def train_once(
             splits.append(split(engine))
             if step:
                 losses.append(output.loss.detach())
-            engine.backward(output.loss)
+            with counting() as counts:
+                engine.backward(output.loss)
             if step and index == len(parts) - 1:
                 trained = {n for n, p in engine.module.named_parameters() if p.requires_grad}
                 expected = {n: g for n, g in expected.items() if n in trained}
@@ -170,6 +190,8 @@ def train_once(
         "gradient_error": error,
         "parameter": parameter,
         "splits": splits,
+        "again": counts["attention"],  # in the last backward, attention of a nano-batch's layer
+        "left": sum(kept()) if room is not None else 0,
         "logits": list(output.logits.shape),
     }
 
@@ -394,11 +416,14 @@ def autocast() -> dict:
     return {**found, "split": engine.distca._ping_pong.split}
 
 
-def operations(layouts: list, zero: int, checkpointing: bool, node_size: int | None) -> list[dict]:
+def operations(
+    layouts: list, zero: int, checkpointing: bool, node_size: int | None, keep_attention: bool
+) -> list[dict]:
     """The communication of a step in two nano-batches, in the order in which this rank issues it, as JSON."""
     deepspeed.init_distributed("gloo")
     advanced = {"granularity": 8, "node_size": node_size}
-    engine = engine_of(zero, len(layouts), checkpointing, options={"num_hidden_layers": 3}, advanced=advanced)
+    block = {"advanced": advanced, "keep_attention": keep_attention}
+    engine = engine_of(zero, len(layouts), checkpointing, options={"num_hidden_layers": 3}, **block)
     rng = np.random.default_rng(0)
     layouts = [Layout.from_ranks(ranks).validate() for ranks in layouts]
     batches = [batch_from_layout(documents_of(layout, rng), layout, dist.get_rank()) for layout in layouts]

@@ -15,7 +15,7 @@ from torch import float32
 
 from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
 from deepspeed_distca.attention_server.kernels import make_kernel
-from deepspeed_distca.attention_server.parts import has_crossing, row_cuts, two_parts
+from deepspeed_distca.attention_server.parts import crossings, row_cuts, two_parts
 from deepspeed_distca.attention_server.phase_planner import PhasePlanner
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
@@ -126,15 +126,18 @@ class Case:
         cuts = row_cuts(self.layout, granularity=self.options["granularity"])
         if rng.random() < 0.5:
             cuts = np.array([int(rng.integers(0, n + 1)) for n in self.layout.tokens], dtype=np.int64)
-        late = has_crossing(self.layout, cuts)
-        self.holds["crossing"] += int(late)
+        crossed, again = crossings(self.layout, cuts), bool(rng.random() < 0.5)
+        self.holds["crossing"] += int(crossed[0])
+        self.holds["again"] += int(again)
         divided = [
-            two_parts(plan.routes, cuts, self.window, backward=backward, late_keys=late)
+            two_parts(plan.routes, cuts, self.window, backward=backward, crossed=crossed)
             for plan, backward in zip(plans, (False, True), strict=True)
         ]
         halves = StepPlan({self.window: LayerPlan(*divided, exchange, side)}, lambda *_: kernel)
         plan = LayerPlan.whole(*plans, exchange, SideStream())
-        compare(self.layout, plan, *common, lambda q, k, v, plan, spec, kernel: in_two(q, k, v, halves, spec))
+        compare(
+            self.layout, plan, *common, lambda q, k, v, plan, spec, kernel: in_two(q, k, v, halves, spec, again=again)
+        )
         return worst
 
     def _planned(self, phase: Phase) -> RankPlan:

@@ -121,7 +121,7 @@ def test_other_doors() -> None:
         LAYOUT.to_ranks()
     routes = RouteCompiler(LAYOUT, home_tasks(LAYOUT)).rank(0)
     with pytest.raises(ValueError, match="not divided into nano-batches"):
-        two_parts(routes, np.array([5]), None, backward=False, late_keys=False)
+        two_parts(routes, np.array([5]), None, backward=False, crossed=(False, False))
     with pytest.raises(LayoutError, match=r"Layout\.for_window"):
         home_tasks(LAYOUT, 6)
 

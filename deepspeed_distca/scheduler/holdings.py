@@ -141,22 +141,18 @@ def number_documents(pieces: np.ndarray, full: Mapping[int, int] | None = None) 
         pieces: see ``Layout.pieces``, or ``Units.pieces``: a unit counts as a document.
         full: see ``Units.full``.
     """
-    document = pieces[:, PIECE_DOCUMENT]
-    first = np.flatnonzero(np.append(True, document[1:] != document[:-1]))
-    count = np.diff(np.append(first, len(document)))
-    length = pieces[first + count - 1, PIECE_END]
+    of_piece, ids, first, several, _ = documents_in_order(pieces)
+    length = pieces[np.append(first[1:], len(pieces)) - 1, PIECE_END]
     tie = np.zeros(len(first), dtype=np.int64)
-    several = np.flatnonzero(count > 1)
-    shapes = [pieces[first[i] : first[i] + count[i], PIECE_START:].tolist() for i in several.tolist()]
-    for place, i in enumerate(sorted(range(len(several)), key=shapes.__getitem__)):
-        tie[several[i]] = place + 1
+    shapes = {i: pieces[first[i] : first[i] + count, PIECE_START:].tolist() for i, count in several.items()}
+    for place, i in enumerate(sorted(shapes, key=shapes.__getitem__)):
+        tie[i] = place + 1
     order = np.lexsort((tie, length, pieces[first, PIECE_RANK]))
     number = np.empty(len(first), dtype=np.int64)
     number[order] = np.arange(len(first))
-    counts = dict(zip(number[several].tolist(), count[several].tolist(), strict=True))
-    ids = document[first[order]]
-    keys = {i: full[unit] for i, unit in enumerate(ids.tolist()) if unit in full} if full else {}
-    return Documents(np.repeat(number, count), ids, first[order], counts, keys)
+    counts = {int(number[i]): count for i, count in several.items()}
+    keys = {i: full[unit] for i, unit in enumerate(ids[order].tolist()) if unit in full} if full else {}
+    return Documents(number[of_piece], ids[order], first[order], counts, keys)
 
 
 def documents_in_order(pieces: np.ndarray) -> Documents:

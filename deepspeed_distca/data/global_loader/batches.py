@@ -73,7 +73,7 @@ class StepBatches:
         return join([{**batch, "step_targets": targets} for batch in batches])
 
     def _batch(self, pieces: list[Piece], documents: Mapping[int, Document] | IndexedDocuments) -> Batch:
-        layout = self.layout([piece.length for piece in pieces])
+        layout = place([piece.length for piece in pieces], self.budgets, **self.placement)
         ids, labels = {}, {}
         for number in {segment.document for segment in layout.rank(self.rank)}:
             document, start, length = pieces[number]
@@ -93,10 +93,6 @@ class StepBatches:
         groups = regroup(lengths, ranks, max(self.budgets), lambda length: work(0, length))
         pieces = [piece for pack in packs for piece in pack]
         return packs if groups is None else [[pieces[i] for i in group] for group in groups]
-
-    def layout(self, lengths: Sequence[int]) -> Layout:
-        """Where the tokens of documents of these lengths are stored."""
-        return place(lengths, self.budgets, **self.placement)
 
 
 @dataclass

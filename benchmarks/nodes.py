@@ -149,7 +149,7 @@ class EvenNics(RouteCompiler):
         pairs = np.argwhere(between)[:, None, :] * its
         ends = (pairs + np.indices((its, its)).reshape(2, -1).T).reshape(-1, 2)
         size = between[tuple((ends // its).T)] // its**2
-        near = (column[~far] for column in flow)
+        near = (column[~far] for column in flow[:3])
         return Flow(*map(np.append, near, (*ends.T, size)))
 
 

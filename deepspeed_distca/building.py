@@ -125,6 +125,13 @@ def build_server(
     return Built(server, Agreement(everyone, 1, print_of_all, watch), moves.name, [everyone, exchanging, agreeing])
 
 
+def describe_nodes(options: PlanOptions, cost: CostModel) -> str:
+    """ " on 2 nodes of 50 GB/s a rank", or nothing where there is one."""
+    if options.nodes is None:
+        return ""
+    return f" on {options.nodes.size} nodes of {cost.nic_bytes_per_second / 1e9:g} GB/s a rank"
+
+
 def attention_dtype(engine: DeepSpeedEngine) -> torch.dtype:
     """Of q, k and v."""
     if engine.torch_autocast_enabled():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from deepspeed_distca.attention_server.coordination.hello import Meeting, machin
 from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.statistics import StepStatistics
-from deepspeed_distca.building import Sharing, attention_dtype, build_server
+from deepspeed_distca.building import Sharing, attention_dtype, build_server, describe_nodes
 from deepspeed_distca.compat.deepspeed import (
     own_schedule,
     replace_next_batch,
@@ -115,12 +115,11 @@ class PipelineRuntime:
         """
         module: DecoderPipeline = engine.module
         check_attention(module.config)
-        for option in ("server_weights", "node_size"):
-            if getattr(config.advanced, option) is not None:
-                raise DistCAConfigError(
-                    f"`{BLOCK}.advanced.{option}` cannot be combined with a PipelineModule, whose servers change from "
-                    "tick to tick; remove it"
-                )
+        if config.advanced.server_weights is not None:
+            raise DistCAConfigError(
+                f"`{BLOCK}.advanced.server_weights` cannot be combined with a PipelineModule, whose stages have "
+                "different work; remove it"
+            )
         topology = _Topology(engine, config.advanced.pipeline_scope, config.servers)
         try:
             slots = Slots([module.stage_windows[s] for s in topology.stages])
@@ -151,19 +150,25 @@ class PipelineRuntime:
         self._scope = config.advanced.pipeline_scope
         topology, slots, heads, dtype = prepared.topology, prepared.slots, prepared.heads, prepared.dtype
         choice = said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
-        # Servers of a layout change from tick to tick, and may be on any node.
-        several = len({hello.own["machine"] for hello in meeting.hellos}) > 1
-        cost = choice.cost.over_nodes() if several else choice.cost
-        options = plan_options(config, engine.device, module.config)
+        own_servers = next(group for group in topology.groups if dist.get_rank() in group)
+        machines = {rank: meeting.hellos[rank].own["machine"] for rank in own_servers}
+        options = plan_options(config, engine.device, module.config, servers=machines)
         built = build_server(
             engine,
             config,
             Sharing(topology.groups, topology.groups, topology.server, topology.all_replicas),
             watch,
-            cost=cost,
+            cost=choice.cost,
             options=options,
             windows=module.stage_windows[engine.stage_id],
-            common=(options, cost, module.stage_windows, dtype),
+            # All but the nodes of this rank's servers, which other groups know as those of their own.
+            common=(
+                replace(options, topology=None),
+                config.advanced.node_size,
+                choice.cost,
+                module.stage_windows,
+                dtype,
+            ),
             exchange=config.advanced.exchange or "nccl",  # peer copies were never tried beside the stages' own sends
         )
         self.server, self._agreement, self._groups = built.server, built.everyone, built.groups
@@ -196,7 +201,8 @@ class PipelineRuntime:
             # Printed, not logged: DeepSpeed's logger shows warnings only.
             print(
                 f"distca: {sum(map(len, module.stage_windows))} attention layers in {engine.num_stages} stages, "
-                f"{topology.place.size} attention servers in {len(topology.groups)} group(s) (scope {self._scope}); "
+                f"{topology.place.size} attention servers in {len(topology.groups)} group(s) (scope {self._scope})"
+                f"{describe_nodes(options, choice.cost)}; "
                 f"kernel {config.kernel or 'automatic'}, overlap {config.overlap or 'local_first'}, "
                 f"cost model {choice.source}, tolerance {config.advanced.tolerance:g}",
                 flush=True,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -124,6 +125,7 @@ def _layer(page: Page, training: Training, layout: Layout, before: Loads, after:
     """Loads, plan and layer of a micro-batch, by layers of the first kind, over the ranks of a stage."""
     window = next(iter(training.model.windows))
     phase: Phase = "backward"
+    training = replace(training, options=replace(training.options, topology=training.replica_nodes))
     worth = planner(training, layout, window, phase)
     tasks, _ = worth.spread(RouteCompiler(layout, worth.home.rows, training.options.nodes))
     plan = Plan.of(layout, tasks, training.cost, phase, window)

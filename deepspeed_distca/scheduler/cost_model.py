@@ -257,10 +257,6 @@ class CostModel:
             rate, latency = self.nic_bytes_per_second, self.nic_latency
         return np.where(size > 0, latency / UNITS_PER_SECOND + size / rate, 0.0)
 
-    def over_nodes(self) -> CostModel:
-        """The same, with every transfer as between nodes: for plans that know no nodes, over several."""
-        return replace(self, bytes_per_second=self.nic_bytes_per_second, latency=self.nic_latency)
-
     def moving(self, phase: Phase) -> MovingCost:
         """What moving rows costs in a phase."""
         return self.moving_forward if phase == "forward" else self.moving_backward

@@ -5,9 +5,10 @@ the way that keys came; who sent rows on adds what comes back to its own.
 *Between nodes* a row travels once to a node, and is sent on within it, where links carry much more. Servers that need
 other rows of one home need prefixes of one another's, as a rule: the one with the most gets them from the home.
 
-*Within one node* a document that exceeds what one server should compute by much is attended on many servers, and each
-needs nearly all of its keys. Sent by their home alone, these rows make it the rank with by far the most bytes, for
-which everybody waits. So the home sends them to a few servers, and these, once they have them, to the others.
+*Among equal links*, within one node or where every server is a node of its own, a document that exceeds what one
+server should compute by much is attended on many servers, and each needs nearly all of its keys. Sent by their home
+alone, these rows make it the rank with by far the most bytes, for which everybody waits. So the home sends them to a
+few servers, and these, once they have them, to the others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SERVER, HOME, HOME_ROW, WORK_ROW, ROWS = range(5)
 
 
 class RelayRule(NamedTuple):
-    """When rows are relayed.
+    """When rows are relayed among equal links.
 
     Attributes:
         least_rows: key/value rows that a home must have to send in all. A second round costs some latency, about
@@ -47,7 +48,7 @@ def relays(runs: np.ndarray, num_ranks: int, rule: RelayRule, nodes: Topology | 
         runs: int64 [num_runs, 5], columns (server, home, row at home, row in the server's workspace, rows): all
             key/value rows that servers need.
         num_ranks: of servers.
-        rule: when to relay within one node.
+        rule: when to relay among equal links.
         nodes: of the servers; None is one node.
 
     Returns:
@@ -55,7 +56,7 @@ def relays(runs: np.ndarray, num_ranks: int, rule: RelayRule, nodes: Topology | 
         server that sends them on; -1 for a run that its home sends itself. Who sends on receives from the home.
     """
     source = np.full(len(runs), -1, dtype=np.int64)
-    if nodes is not None and nodes.size > 1:
+    if nodes is not None and 1 < nodes.size < num_ranks:
         return _once_a_node(runs, np.array(nodes.nodes, dtype=np.int64))
     travels = np.flatnonzero(runs[:, SERVER] != runs[:, HOME])
     sent = np.zeros(num_ranks, dtype=np.int64)

@@ -50,11 +50,13 @@ class Flow(NamedTuple):
     Attributes:
         sender, receiver: of the bytes.
         size: how many.
+        late: which are sent only once what comes to their sender is there, bool [n]; None: as good as none.
     """
 
     sender: np.ndarray
     receiver: np.ndarray
     size: np.ndarray
+    late: np.ndarray | None = None
 
 
 NOTHING = Flow(_NONE, _NONE, _NONE)
@@ -153,7 +155,7 @@ class RouteCompiler:
         layout: where the tokens live.
         tasks: ``Tasks.rows`` of it.
         nodes: of the servers; None is one node.
-        rule: when key/value rows are relayed within one node.
+        rule: when key/value rows are relayed among equal links.
         """
         self._layout = layout
         self._bytes: dict[tuple[Heads, str], tuple[np.ndarray, np.ndarray]] = {}  # asked for twice
@@ -167,6 +169,8 @@ class RouteCompiler:
         self._split(index, tasks)
         self._place(index)
         self._kv_source = _NONE
+        # Within a node a second round is short.
+        self._far_relays = nodes is not None and nodes.size == layout.num_ranks > 1
         if len(self._kv_runs):
             self._kv_source = relays(self._kv_runs, layout.num_ranks, rule, nodes)
 
@@ -282,7 +286,13 @@ class RouteCompiler:
         out, back = (
             np.append(bytes_of(queries[:, 4], q), bytes_of(keys[:, 4], k)) for q, k in zip(query, key, strict=True)
         )
-        return Flow(sender, server, out), Flow(server, sender, back)
+        if not self._far_relays or not (self._kv_source >= 0).any():
+            return Flow(sender, server, out), Flow(server, sender, back)
+        # Gradients go the other way: who sent rows on waits for what comes back.
+        relayed, sends_on = self._kv_source >= 0, np.zeros(len(k_away), dtype=bool)
+        sends_on[self._kv_source[relayed]] = True
+        first, then = (np.append(np.zeros(len(queries), dtype=bool), x[k_away]) for x in (relayed, sends_on))
+        return Flow(sender, server, out, first), Flow(server, sender, back, then)
 
     def _key_senders(self) -> np.ndarray:
         """Who sends each key/value run, and gets its gradients: its home or a relay."""

@@ -395,13 +395,25 @@ def _transfers(
     if isinstance(size, np.ndarray):
         sender, receiver = np.nonzero(size)
         size = Flow(sender, receiver, size[sender, receiver])
-    sender, receiver, moved = size
+    sender, receiver, moved, late = size
     far = None if nodes is None else nodes.node_of[sender] != nodes.node_of[receiver]
     if far is None or not far.any():
         return sender, receiver, _busier(cost, size, servers)
     near = _busier(cost, size._replace(size=np.where(far, 0, moved)), servers)
-    across = _busier(cost, size._replace(size=np.where(far, moved, 0)), servers, between_nodes=True)
-    return sender, receiver, np.where(far, across, near)
+    if late is None:
+        across = _busier(cost, size._replace(size=np.where(far, moved, 0)), servers, between_nodes=True)
+        return sender, receiver, np.where(far, across, near)
+    first, then = (
+        np.where(
+            far & which,
+            _busier(cost, size._replace(size=np.where(far & which, moved, 0)), servers, between_nodes=True),
+            0.0,
+        )
+        for which in (~late, late)
+    )
+    arrived = np.zeros(servers)
+    np.maximum.at(arrived, receiver, first)
+    return sender, receiver, np.where(far, np.where(late, arrived[sender] + then, first), near)
 
 
 def _busier(cost: CostModel, flow: Flow, servers: int, *, between_nodes: bool = False) -> np.ndarray:

@@ -143,7 +143,8 @@ def placed_step(training: Training, batches: Sequence[Layout]) -> Outcome:
 
 
 def _placed(training: Training, batch: Layout) -> Layout:
-    """A micro-batch's documents as `GlobalPackedLoader` stores them by default. Over pipelines plans know no nodes."""
+    """A micro-batch's documents as `GlobalPackedLoader` stores them by default. Over pipelines its ranks are
+    replicas, each on several nodes: they are told apart where every stage divides them alike."""
     from deepspeed_distca.data.global_loader.placement import place  # with the loader, which takes torch
 
     options, windows = training.options, training.model.windows
@@ -154,7 +155,7 @@ def _placed(training: Training, batch: Layout) -> Layout:
         tolerance=options.tolerance,
         window=max(windows, key=windows.__getitem__),
         min_gain=options.min_gain,
-        nodes=options.nodes if training.stages == 1 else None,
+        nodes=training.replica_nodes,
     )
 
 

@@ -8,7 +8,7 @@ and what comes at its end. One number in it was fitted to measured steps, :data:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
@@ -18,6 +18,7 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel, Phase
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import SERVER, home_tasks, task_costs
+from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.worth import (
     IN_TWO,
     LINEAR_WORK,
@@ -63,6 +64,16 @@ class Training:
     liger: bool = False
     zero: int = 1
     stages: int = 1
+
+    @property
+    def replica_nodes(self) -> Topology | None:
+        """The nodes of a stage's ranks, where all stages have the same; None is one node."""
+        if self.options.nodes is None or self.stages == 1:
+            return self.options.nodes
+        nodes = self.options.nodes.nodes
+        size = len(nodes) // self.stages
+        alike = {Topology.of(nodes[at : at + size]) for at in range(0, len(nodes), size)}
+        return alike.pop() if len(alike) == 1 else None
 
     def linear(self, phase: Phase) -> float:
         """Seconds of a layer for a token, beside core attention; in backward with the forward that is repeated."""
@@ -205,14 +216,11 @@ def plain(training: Training, layout: Layout) -> Loads:
 
 def planner(training: Training, layout: Layout, window: int | None, phase: Phase) -> Worth:
     """What plans a phase of the layers of one kind as training does by default."""
-    cost, options = training.cost, training.options
-    early = options.nodes is None  # peer copies, within a node, send results as soon as they are there
-    if training.stages > 1:  # servers change from tick to tick: plans know no nodes, and NCCL carries rows
-        cost, early = cost if early else cost.over_nodes(), False
-        options = replace(options, topology=None)
+    # Peer copies, within a node, send results as soon as they are there; over pipelines NCCL carries rows.
+    early = training.options.nodes is None and training.stages == 1
     in_two = training.overlap(layout.num_ranks, int(layout.tokens.max())) == "ping_pong"
     layers = training.model.windows[window] // training.stages
-    return Worth(layout, window, phase, cost, options, early=early, in_two=in_two, layers=layers)
+    return Worth(layout, window, phase, training.cost, training.options, early=early, in_two=in_two, layers=layers)
 
 
 def plugin(training: Training, layout: Layout, phases: tuple[Phase, ...] = PHASES) -> Loads:
@@ -240,11 +248,10 @@ def plugin(training: Training, layout: Layout, phases: tuple[Phase, ...] = PHASE
             across = np.where(nodes.across, sizes, 0)
             below += float(cost.transfer_seconds(across.sum(axis=1), across.sum(axis=0), between_nodes=True).max())
         if in_two:  # by all of the linear work, of which plans know the layer's products
-            waits = seconds_in_two(cost, linear, attention, out, back, nodes=nodes) - (linear + attention).max()
+            flows = compiler.flows(cost.heads, phase)
+            waits = seconds_in_two(cost, linear, attention, *flows, nodes=nodes) - (linear + attention).max()
         else:
             linear = np.full_like(linear, linear.max())  # the last to finish it is waited for
-            if training.stages > 1:  # over the links that there are
-                worth = Worth(layout, window, phase, cost, training.options, early=False)
             waits = max(worth.seconds(compiler) - attention.max(), 0.0)
         found[window, phase] = Load(
             linear,

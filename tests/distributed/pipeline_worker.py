@@ -160,6 +160,27 @@ def capture_gradients(engine) -> list[dict[str, torch.Tensor]]:
     return steps
 
 
+def count_relayed(engine) -> list[int]:
+    """Of every tick from now on, the runs that this rank gets from a relay."""
+    found: list[int] = []
+    planner = engine.distca._planner
+    plan = planner.plan
+
+    def plan_and_count(*args, **kwargs):
+        parts = plan(*args, **kwargs)
+        found.append(sum(len(part.routes.relay_in) for part in parts if part is not None))
+        return parts
+
+    planner.plan = plan_and_count
+    return found
+
+
+def nodes_of(engine) -> list[int] | None:
+    """By which this rank's ticks are planned: the node of each server; None is one node."""
+    nodes = engine.distca.server.planner().nodes
+    return nodes and list(nodes.nodes)
+
+
 def defaults(case: dict) -> SimpleNamespace:
     return SimpleNamespace(
         **{
@@ -194,7 +215,7 @@ def train(stages: int, case: dict) -> dict:
     replica = engine.grid.get_data_parallel_rank()
     documents = documents_of_steps(replicas, case.micro_batches, case.steps, case.seed, case.static)
     evaluation = engine.eval_batch(loader(documents[:1], replica, case.form))
-    gradients = capture_gradients(engine)
+    gradients, relayed = capture_gradients(engine), count_relayed(engine)
     batches = loader(documents, replica, case.form)
     losses = [float(engine.train_batch(batches)) for _ in range(case.steps)]
     worst, which = 0.0, ""
@@ -215,6 +236,8 @@ def train(stages: int, case: dict) -> dict:
         "bytes_moved": stats.bytes_moved,
         "balance": [stats.balance_before, stats.balance_after],
         "micro_batches": stats.micro_batches,
+        "nodes": nodes_of(engine),
+        "relayed": sum(relayed),
     }
     engine.destroy()
     return result
@@ -285,8 +308,6 @@ def refusals(stages: int) -> dict[str, str]:
     found["servers"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"servers": 3}})))
     weights = {"advanced": {"server_weights": [1, 1]}}
     found["weights"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": weights})))
-    nodes = {"advanced": {"node_size": 2}}
-    found["nodes"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": nodes})))
     turns = {"overlap": "ping_pong"}
     found["overlap"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": turns})))
     scope = {"advanced": {"pipeline_scope": "all", "pipeline_scopes": 1}}
@@ -302,14 +323,15 @@ def refusals(stages: int) -> dict[str, str]:
     return found
 
 
-def over_nodes(stages: int) -> list[float]:
-    """What a transfer is taken to carry on one machine, and where each pair of ranks says it is on another."""
+def over_nodes(stages: int) -> list[list[int] | None]:
+    """The nodes on one machine, and where each pair of ranks says it is on another: of the grid, and of a stage."""
     deepspeed.init_distributed("gloo")
     found = []
-    for name in ("one", f"of ranks {dist.get_rank() // 2}"):
+    pairs, halves = (f"of ranks {dist.get_rank() // 2}", f"of ranks {dist.get_rank() % 2}")
+    for name, scope in (("one", "grid"), (pairs, "grid"), (pairs, "stage"), (halves, "stage")):
         with mock.patch.object(runtime, "machine", lambda name=name: name):
-            engine = make_engine(stages, 1, defaults({}))
-        found.append(engine.distca.server.cost.bytes_per_second)
+            engine = make_engine(stages, 1, defaults({"distca": {"advanced": {"pipeline_scope": scope}}}))
+        found.append(nodes_of(engine))
         engine.destroy()
     dist.barrier()  # rank 0 holds the store, in which others may still be at their last engine
     return found

@@ -123,6 +123,8 @@ def cases(zero: int = 1) -> list[dict]:
             "reentrant": False,
         },
         {**common, "micro_batches": 1, "distca": {"advanced": {"granularity": 1}}},
+        {**common, "micro_batches": 3, "distca": {"advanced": {"granularity": 8, "node_size": 2}}},
+        {**common, "micro_batches": 3, "distca": {"advanced": {"granularity": 8, "node_size": 1}}, "form": "shared"},
     ]
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_distca.scheduler.cost_model import CostModel
 from tests.distributed.harness import run_ranks
 
 WORKER = "tests.distributed.pipeline_worker"
@@ -97,10 +96,36 @@ def test_a_resumed_run_and_the_saved_model_go_on_where_it_was(tmp_path) -> None:
         assert outcome["evaluation"] == pytest.approx(outcome["of the saved model"], rel=TOLERANCE)
 
 
-def test_over_several_nodes_every_transfer_is_priced_as_between_them() -> None:
-    cost = CostModel()
+def test_ranks_find_out_the_nodes_of_their_servers() -> None:
     for found in run_ranks(f"{WORKER}:over_nodes", 4, stages=2):
-        assert found == [cost.bytes_per_second, cost.nic_bytes_per_second]
+        assert found == [None, [0, 0, 1, 1], None, [0, 1]]
+
+
+@pytest.mark.parametrize("stages", [2, 4, 1], ids=["2 stages x 2 replicas", "4 x 1", "1 x 4"])
+def test_plans_by_nodes(stages: int) -> None:
+    """Rows move between two nodes of two ranks, keys once to a node."""
+
+    def over_nodes(given: dict, node_size: int = 2, **options) -> dict:
+        advanced = {**given["distca"]["advanced"], "node_size": node_size}
+        return {**given, "distca": {**options, "advanced": advanced}}
+
+    scope = "grid" if stages > 1 else "stage"
+    cases = [
+        over_nodes(case(3, scope, "reentrant", seed=1)),
+        over_nodes(case(3, scope, zero=1, form="shared", seed=2), overlap="none"),
+        over_nodes(case(2, scope, "non-reentrant", tied=True, layers=5, seed=3)),
+        over_nodes(case(2, scope, form="shared", seed=4), node_size=1),
+    ]
+    results = run_ranks(f"{WORKER}:train_cases", 4, stages=stages, cases=cases)
+    check(results, cases)
+    relayed = 0
+    for index, given in enumerate(cases):
+        outcomes = [result[index] for result in results]
+        size = given["distca"]["advanced"]["node_size"]
+        assert all(outcome["nodes"] == [rank // size for rank in range(4)] for outcome in outcomes)
+        assert outcomes[0]["bytes_moved"] > 0
+        relayed += sum(outcome["relayed"] for outcome in outcomes)
+    assert relayed > 0
 
 
 @pytest.mark.quick
@@ -114,7 +139,6 @@ def test_what_cannot_be_used_is_refused_on_every_rank() -> None:
         assert "attention layer 0 of the stages has windows of [None, 6] keys" in outcome["windows"]
         assert "`distca.servers` was given 3; with scope 'grid' allowed: 2 (stages) times" in outcome["servers"]
         assert "`distca.advanced.server_weights` cannot be combined with a PipelineModule" in outcome["weights"]
-        assert "`distca.advanced.node_size` cannot be combined with a PipelineModule" in outcome["nodes"]
         assert '"ping_pong" cannot be combined with pipeline stages' in outcome["overlap"]
         assert "`distca.advanced.pipeline_scope` was given 'all'" in outcome["scope"]
         assert "`distca.advanced.pipeline_scopes` is not an option" in outcome["scope"]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_distca.layout import Layout
+from deepspeed_distca.scheduler.cost_model import PHASES
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.routes import (
@@ -136,6 +137,19 @@ def test_a_document_for_many_servers_is_relayed() -> None:
     assert after[0] == (1600 + 1500 + 1400) * 256 + 1500 * 128
     assert after[1:].max() < after[0]
     assert (after[1:13] == before[1:13]).all()
+    # The same where every server is a node; there it counts that who sends on waits for what it sends.
+    over_nodes = RouteCompiler(layout, tasks, Topology.of_size(1, 16), rule=RelayRule(least_rows=1, factor=0))
+    assert np.array_equal(over_nodes.relayed(), relayed.relayed())
+    for phase in PHASES:
+        near, far = (c.flows(heads, phase) for c in (relayed, over_nodes))
+        for there, (sender, receiver, size, late) in zip(near, far, strict=True):
+            assert there.late is None and late is not None
+            assert all(np.array_equal(a, b) for a, b in zip(there[:3], (sender, receiver, size), strict=True))
+        assert (
+            far[0].sender[far[0].late].tolist() == far[0].sender[(far[0].sender > 0) & (far[0].receiver > 0)].tolist()
+        )
+        assert set(far[1].sender[far[1].late]) == set(far[0].sender[far[0].late])
+        assert set(far[1].receiver[far[1].late]) == {0}
 
 
 def test_relays_wait_for_enough_rows() -> None:

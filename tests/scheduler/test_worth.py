@@ -16,8 +16,9 @@ from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Setting, choose
-from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, RouteCompiler
+from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, NOTHING, Flow, RouteCompiler
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT, Shares
+from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.worth import (
     IN_TWO,
     PlanOptions,
@@ -54,6 +55,15 @@ def test_by_hand(at_home, away, sizes, early, late) -> None:
     loads = np.array(at_home, dtype=float), np.array(away, dtype=float)
     assert phase_seconds(COST, *loads, *two(*sizes), early=True) == pytest.approx(early)
     assert phase_seconds(COST, *loads, *two(*sizes), early=False) == pytest.approx(late)
+
+
+def test_who_sends_on_between_nodes_waits_for_what_it_sends() -> None:
+    cost, nodes = replace(COST, nic_bytes_per_second=MB, nic_latency=0), Topology.of_size(1, 3)
+    chain = np.array([0, 1]), np.array([1, 2]), np.array([2 * MB, 3 * MB])
+    loads = np.zeros(3), np.array([0.0, 0.0, 1.0])
+    for late, takes in ((None, 3 + 1), (np.array([False, True]), 2 + 3 + 1)):
+        out = Flow(*chain, late)
+        assert phase_seconds(cost, *loads, out, NOTHING, early=False, nodes=nodes) == pytest.approx(takes)
 
 
 @pytest.mark.parametrize(

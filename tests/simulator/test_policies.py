@@ -163,8 +163,6 @@ def test_two_nano_batches_hide_rows_under_all_of_a_layer(checkpointing: bool) ->
         assert load.seconds == pytest.approx(takes, rel=1e-9) and load.meets
         moving = setting.cost.moving_seconds(phase, int(compiler.messages(phase).max()))
         assert load.host == pytest.approx(2 * (PLAIN_HOST[phase] + again) + moving)
-        whole = replace(setting, stages=2)
-        assert plugin(whole, layout)[None, phase].seconds > load.seconds
 
 
 def test_a_phase_without_rows_runs_in_two_beside_one_with_them() -> None:
@@ -183,20 +181,29 @@ def test_a_phase_without_rows_runs_in_two_beside_one_with_them() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("phase", PHASES)
-def test_ticks_are_planned_without_nodes(nodes: int, phase: Phase) -> None:
-    """As PipelineRuntime does: it passes no topology, and every transfer is taken for one between nodes."""
+def test_ticks_are_planned_by_nodes(nodes: int, phase: Phase) -> None:
+    """As PipelineRuntime does: with the nodes of its servers, and for NCCL."""
     layout = Layout.from_lengths([[65536], *[[16384] * 4] * (RANKS - 1)])
     setting = training(nodes, stages=2)
-    cost, options = setting.cost, replace(setting.options, topology=None)
-    worth = Worth(layout, None, phase, cost if nodes == 1 else cost.over_nodes(), options, early=False, layers=16)
+    worth = Worth(layout, None, phase, setting.cost, setting.options, early=False, layers=16)
     own = planner(setting, layout, None, phase)
     (tasks, compiler), (found, _) = (one.spread(RouteCompiler(layout, one.home.rows)) for one in (worth, own))
     assert np.array_equal(found.rows, tasks.rows) and own._search == worth._search
-    assert own.seconds(compiler) == worth.seconds(compiler)
     load = plugin(setting, layout, (phase,))[None, phase]
-    there = Worth(layout, None, phase, cost, setting.options, early=False).seconds(compiler)  # by the links there are
-    assert load.meets and load.seconds == pytest.approx(setting.linear(phase) * 65536 + there)
-    assert nodes == 1 or there < worth.seconds(compiler)
+    assert load.meets and load.seconds == pytest.approx(setting.linear(phase) * 65536 + worth.seconds(compiler))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_over_nodes_a_pipeline_is_not_slower_than_plain(stages: int) -> None:
+    """Whole documents stay at home where moving them does not pay. (Plans that knew no nodes were slower, up to 11 %,
+    where contexts are longer than a rank.)"""
+    for contexts, nodes in ((TOKENS, 2), (TOKENS, 4), (2 * TOKENS, 4)):
+        setting = training(nodes, stages=stages)
+        tokens = 2 * TOKENS if contexts > TOKENS else TOKENS
+        lengths = np.random.default_rng(1).lognormal(7.5, 1.6, 6000).astype(np.int64) + 1
+        drawn = list(micro_batches(lengths, RANKS // stages, tokens, stages, 0, contexts * tokens // TOKENS))
+        found = {one.name: one.seconds for one in outcomes(setting, drawn, contexts * tokens // TOKENS)}
+        assert found[OURS] <= found[PLAIN], (contexts, nodes)
 
 
 def test_ulysses_has_no_more_ranks_than_heads() -> None:

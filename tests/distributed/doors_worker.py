@@ -29,27 +29,15 @@ from transformers import (
 
 from deepspeed_distca import Layout, PackedSequenceCollator
 from deepspeed_distca.data.from_layout import batch_from_layout
+from tests.distributed.scenarios import compared, outcomes
 from tests.tiny_llama import SIZES, VOCABULARY, llama
 
 LENGTHS = [[13, 5, 29], [3, 7, 2]]
 
 
 def run() -> dict[str, Any]:
-    """See :func:`outcomes`."""
+    """See :func:`~.scenarios.outcomes`."""
     return outcomes(SCENARIOS)
-
-
-def outcomes(scenarios: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Every scenario's outcome by its name: the largest relative error of loss and gradients, or an error's words."""
-    deepspeed.init_distributed()
-    found = {}
-    for name, scenario in scenarios.items():
-        try:
-            found[name] = scenario()
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        dist.barrier()
-    return found
 
 
 def documents(lengths: list[list[int]], rank: int | None = None) -> list[list[int]]:
@@ -79,18 +67,23 @@ def engine_of(model: torch.nn.Module, **config: Any) -> Any:
 
 
 def alone(
-    model: torch.nn.Module, all_documents: list[list[int]], forward: Callable | None = None
+    model: torch.nn.Module, all_documents: list[list[int]], firsts: list[int] | None = None
 ) -> tuple[float, list[torch.Tensor]]:
-    """Mean loss over the targets of documents that are run one by one, and every parameter's gradient."""
+    """Mean loss over the targets of documents that are run one by one, and every parameter's gradient.
+
+    Args:
+        firsts: the place of each one's first target, 1 in all of them where it is left out.
+    """
     model.train()
-    targets = sum(len(d) - 1 for d in all_documents)
+    firsts = firsts or [1] * len(all_documents)
+    targets = sum(len(d) - first for d, first in zip(all_documents, firsts, strict=True))
     total = 0.0
-    for document in all_documents:
+    for document, first in zip(all_documents, firsts, strict=True):
         if len(document) < 2:
             continue
         ids = torch.tensor([document])
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        loss = cross_entropy(logits, ids[0, 1:], reduction="sum") / targets
+        logits = model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1].float()
+        loss = cross_entropy(logits, ids[0, first:], reduction="sum") / targets
         loss.backward()
         total += loss.item()
     return total, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -105,11 +98,7 @@ def worst(make: Callable[[], torch.nn.Module], all_documents: list[list[int]], b
     total = loss.detach().clone()
     dist.all_reduce(total)
     error = abs(float(total) / dist.get_world_size() - wanted) / wanted
-    largest = max(float(g.norm()) for g in references)
-    for parameter, reference in zip(engine.module.parameters(), references, strict=True):
-        gradient = torch.zeros_like(reference) if parameter.grad is None else parameter.grad
-        error = max(error, float((gradient - reference).norm()) / max(float(reference.norm()), 1e-3 * largest))
-    return error
+    return max(error, compared([p.grad for p in engine.module.parameters()], references))
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.distributed import trees_worker
 from tests.distributed.harness import run_ranks
+from tests.distributed.scenarios import check_exact, check_refused
 
-EXACT = 1e-5
 #: Words of the error on rank 0 and on rank 1.
 REFUSED = {
     "without the plugin": ("engine without the plugin", "engine without the plugin"),
@@ -33,13 +31,9 @@ def found() -> list[dict]:
 
 @pytest.mark.parametrize("name", [name for name in trees_worker.SCENARIOS if name not in REFUSED])
 def test_exact(found, name):
-    for rank, outcomes in enumerate(found):
-        outcome = outcomes[name]
-        assert isinstance(outcome, float) and outcome <= EXACT, f"rank {rank}: {outcome}"
+    check_exact(found, name)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_on_every_rank(found, name):
-    for outcomes, words in zip(found, REFUSED[name], strict=True):
-        assert isinstance(outcomes[name], str)
-        assert re.search(words, outcomes[name], re.DOTALL), outcomes[name]
+    check_refused(found, name, REFUSED[name])

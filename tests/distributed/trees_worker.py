@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy
 from deepspeed_distca import Layout
 from deepspeed_distca.data import PrefixCollator, weighted_loss
 from deepspeed_distca.trees import depths_of
-from tests.distributed.doors_worker import engine_of, mbart, mixtral, outcomes, phi
+from tests.distributed.doors_worker import alone, engine_of, mbart, mixtral, phi
 from tests.distributed.model_families import build
+from tests.distributed.scenarios import compared, outcomes
 from tests.tiny_llama import VOCABULARY, llama
 
 #: Of each rank, prompts and their answers; one without an answer is a document.
@@ -26,7 +27,7 @@ SPREAD = {"granularity": 1, "min_gain": 0.0, "tolerance": 0.0}
 
 
 def run() -> dict[str, Any]:
-    """See :func:`~.doors_worker.outcomes`."""
+    """See :func:`~.scenarios.outcomes`."""
     return outcomes(SCENARIOS)
 
 
@@ -52,25 +53,12 @@ def mine(lengths: Any = None) -> dict[str, Any]:
     return collated(prompts(dist.get_rank(), lengths))
 
 
-def texts(given: list[Prompt]) -> list[tuple[list[int], int]]:
-    """Every text and the place of its first target."""
-    return [
-        (prompt + answer, len(prompt) if answers else 1) for prompt, answers in given for answer in (answers or [[]])
+def texts(given: list[Prompt]) -> tuple[list[list[int]], list[int]]:
+    """All texts, and the place of the first target of each."""
+    found = [
+        (prompt, answer, len(prompt) if answers else 1) for prompt, answers in given for answer in answers or [[]]
     ]
-
-
-def alone(model: torch.nn.Module, given: list[Prompt]) -> tuple[float, list[torch.Tensor]]:
-    """Mean loss over the targets of texts that are run one by one, and every parameter's gradient."""
-    model.train()
-    count = sum(len(text) - first for text, first in texts(given))
-    total = 0.0
-    for text, first in texts(given):
-        ids = torch.tensor([text])
-        logits = model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1].float()
-        loss = cross_entropy(logits, ids[0, first:], reduction="sum") / count
-        loss.backward()
-        total += loss.item()
-    return total, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [prompt + answer for prompt, answer, _ in found], [first for _, _, first in found]
 
 
 def worst(
@@ -82,7 +70,7 @@ def worst(
     **config: Any,
 ) -> float:
     """The largest relative error of a micro-batch's loss and gradients; infinite where no row moved that should."""
-    wanted, references = alone(make(), prompts(lengths=lengths))
+    wanted, references = alone(make(), *texts(prompts(lengths=lengths)))
     model = make()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -100,14 +88,6 @@ def worst(
     gradients = [safe_get_full_grad(p) if zero else p.grad for p in engine.module.parameters()]
     error = max(error, compared(gradients, references))
     return error if engine.distca.stats.bytes_sent > 0 or not moves else float("inf")
-
-
-def compared(gradients: list[torch.Tensor | None], references: list[torch.Tensor]) -> float:
-    largest, error = max(float(g.norm()) for g in references), 0.0
-    for gradient, reference in zip(gradients, references, strict=True):
-        found = torch.zeros_like(reference) if gradient is None else gradient
-        error = max(error, float((found - reference).norm()) / max(float(reference.norm()), 1e-3 * largest))
-    return error
 
 
 def block(**keys: Any) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from deepspeed_distca.layout import DOCUMENT, LENGTH, START, LayoutError
 from deepspeed_distca.trees import BRANCH_DOCUMENT, BRANCH_PARENT, BRANCH_START
 from tests.distributed.engine_worker import ds_config, tiny_llama
 from tests.distributed.random_plans import random_layout, texts_of, visible
-from tests.distributed.trees_worker import SPREAD, compared
+from tests.distributed.scenarios import compared
+from tests.distributed.trees_worker import SPREAD
 from tests.fuzz.batches import IGNORE
 from tests.fuzz.ranks import agree, until
 from tests.tiny_llama import SIZES, VOCABULARY

@@ -41,8 +41,6 @@ from tests.distributed.engine_worker import counting, documents_of, ds_config, k
 from tests.distributed.operation_order import recorded
 from tests.distributed.random_plans import random_layout, random_tasks
 
-CPU = torch.device("cpu")
-
 
 def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
     """Random plans in two nano-batches with random cuts, every second one with its layer recomputed in backward: see
@@ -98,7 +96,7 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
 def in_two(q, k, v, ping_pong: StepPlan, spec: AttentionSpec, *, again: bool = False):
     """Core attention of a rank's rows by two nano-batches, as two halves of a model would ask for it; in a checkpoint
     whose recomputation computes it again, or without."""
-    turns = Turns(CPU)
+    turns = Turns(q.device)
     pair = NanoPair(ping_pong, turns.hand_over)
     kept, layer = KeptAttention(lambda: 0), nn.Module()
 

@@ -4,15 +4,20 @@ same kernel on whole documents."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 
 from deepspeed_distca.attention_server.core_attention import core_attention
 from deepspeed_distca.attention_server.exchange.choice import make_exchange
 from deepspeed_distca.attention_server.exchange.peer_copy.copies import PeerCopyExchange
-from deepspeed_distca.attention_server.kernels import make_kernel, select_kernel
+from deepspeed_distca.attention_server.kernels import Kernel, make_kernel, select_kernel
+from deepspeed_distca.attention_server.parts import crossings, row_cuts, two_parts
 from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.side_stream import SideStream
+from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.steps import LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.layout import Layout, Segment
@@ -23,6 +28,7 @@ from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
 from deepspeed_distca.scheduler.topology import Topology
+from tests.distributed.ping_pong_worker import in_two
 from tests.distributed.random_plans import random_layout, random_tasks
 from tests.gpu import processes
 
@@ -63,12 +69,25 @@ def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", stag
             plans.append(RankPlan(compiler.rank(rank)))
             sizes += compiler.bytes_between(Heads(Q_HEADS, KV_HEADS, DIM), phase)
         moves = moves.for_sizes(np.maximum.reduce(sizes))
-        for local_first in (False, True):
-            plan = LayerPlan.whole(*plans, moves, side if local_first else None)
-            errors = _case(layout, plan, spec, chosen, rank, device, seed)
-            results.append(
-                {"case": f"{name}, local_first {local_first}", "kernel": chosen.name, "relayed": relayed, **errors}
-            )
+        cuts = row_cuts(layout, 128)
+        crossed = crossings(layout, cuts)
+        halves = [
+            two_parts(plan.routes, cuts, window, backward=backward, crossed=crossed)
+            for plan, backward in zip(plans, (False, True), strict=True)
+        ]
+        in_turns = StepPlan({window: LayerPlan(*halves, moves, side)}, lambda *_: chosen)
+        ways: dict[str, Callable] = {
+            overlap: partial(core_attention, plan=LayerPlan.whole(*plans, moves, beside), spec=spec, kernel=chosen)
+            for overlap, beside in (("none", None), ("local_first", side))
+        }
+        ways |= {
+            f"ping_pong{', recomputed' * again}": partial(in_two, ping_pong=in_turns, spec=spec, again=again)
+            for again in (False, True)
+        }
+        alone = _alone(layout, spec, chosen, device, seed)
+        for overlap, attend in ways.items():
+            errors = _errors(layout, attend, alone, rank)
+            results.append({"case": f"{name}, {overlap}", "kernel": chosen.name, "relayed": relayed, **errors})
     processes.meet(group, device)
     if chosen.name != "flash_attn_4":
         return results  # the library's work buffers are made in C++
@@ -80,35 +99,42 @@ def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", stag
     return results
 
 
-def _case(layout: Layout, plan: LayerPlan, spec, kernel, rank: int, device, seed: int) -> dict:
+#: By document: q, k, v and dout; and out, dq, dk and dv of the reference kernel in fp32 and of the kernel under test.
+Alone = dict[int, tuple[list[torch.Tensor], list[list[torch.Tensor]]]]
+
+
+def _alone(layout: Layout, spec: AttentionSpec, kernel: Kernel, device: torch.device, seed: int) -> Alone:
+    """Every document alone, of random numbers."""
     generator = torch.Generator(device).manual_seed(seed)
     lengths: dict[int, int] = {}
     for _, document, start, length in layout.segments.tolist():
         lengths[document] = max(lengths.get(document, 0), start + length)
-    shapes = [(Q_HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM), (Q_HEADS, DIM)]  # q, k, v, dout
-    whole = {
-        d: [torch.randn(n, *s, generator=generator, device=device).bfloat16() for s in shapes]
-        for d, n in sorted(lengths.items())
-    }
-    # Every document alone: the reference kernel in fp32, and the kernel under test in bf16.
-    alone = {}
-    for d, tensors in whole.items():
-        layout_d = Layout.from_lengths([[lengths[d]]])
+    shapes = [(Q_HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM), (Q_HEADS, DIM)]
+    found: Alone = {}
+    for d, n in sorted(lengths.items()):
+        tensors = [torch.randn(n, *s, generator=generator, device=device).bfloat16() for s in shapes]
+        layout_d = Layout.from_lengths([[n]])
         part = RankPlan(RouteCompiler(layout_d, home_tasks(layout_d, spec.window)).rank(0))
         local = LayerPlan.whole(part, part)
-        alone[d] = [
-            _run(*(t.to(dtype) for t in tensors), local, spec, k)
+        results = [
+            _run([t.to(dtype) for t in tensors], partial(core_attention, plan=local, spec=spec, kernel=k))
             for dtype, k in ((torch.float32, make_kernel("reference")), (torch.bfloat16, kernel))
         ]
+        found[d] = tensors, results
+    return found
+
+
+def _errors(layout: Layout, attend: Callable, alone: Alone, rank: int) -> dict[str, float]:
+    """Of this rank's rows, by `attend` and by the kernel alone."""
     segments = layout.rank(rank)
 
-    def pick(get) -> torch.Tensor:
+    def pick(get: Callable[[int], torch.Tensor]) -> torch.Tensor:
         return torch.cat([get(d)[a : a + n] for d, a, n in segments] or [get(0)[:0]])
 
-    got = _run(*(pick(lambda d, i=i: whole[d][i]) for i in range(4)), plan, spec, kernel)
+    got = _run([pick(lambda d, i=i: alone[d][0][i]) for i in range(4)], attend)
     errors = {}
     for i, name in enumerate(("out", "dq", "dk", "dv")):
-        exact, plain = (pick(lambda d, i=i, j=j: alone[d][j][i]).double() for j in (0, 1))
+        exact, plain = (pick(lambda d, i=i, j=j: alone[d][1][j][i]).double() for j in (0, 1))
         norm = exact.norm().clamp_min(0.01 * max(1, exact.numel()) ** 0.5)
         errors[name] = float((got[i].double() - exact).norm() / norm)
         errors[f"{name}_plain"] = float((plain - exact).norm() / norm)
@@ -116,8 +142,9 @@ def _case(layout: Layout, plan: LayerPlan, spec, kernel, rank: int, device, seed
     return errors
 
 
-def _run(q, k, v, dout, plan: LayerPlan, spec: AttentionSpec, kernel):
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out, _ = core_attention(*leaves, plan, spec, kernel)
+def _run(tensors: list[torch.Tensor], attend: Callable) -> list[torch.Tensor]:
+    *given, dout = tensors
+    leaves = [t.clone().requires_grad_() for t in given]
+    out, _ = attend(*leaves)
     out.backward(dout)
     return [out.detach(), *(t.grad for t in leaves)]

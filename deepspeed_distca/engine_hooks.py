@@ -155,11 +155,6 @@ def _prepare(engine: DeepSpeedEngine, options: DistCAConfig) -> PreparedDecoder 
         )
     if not isinstance(engine, PipelineEngine):
         return Runtime.prepare(engine, options)
-    if options.overlap == "ping_pong":
-        raise DistCAConfigError(
-            f'`{BLOCK}.overlap` "ping_pong" cannot be combined with pipeline stages, whose layers are not one '
-            'forward; allowed: "none", "local_first"'
-        )
     check_engine(engine)
     heads = heads_of(engine.module.config, next(engine.module.parameters()).dtype)
     return PipelineRuntime.prepare(engine, options, heads)

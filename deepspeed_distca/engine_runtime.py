@@ -26,7 +26,7 @@ from deepspeed_distca.attention_server.phase_planner import MicroBatchPlanner
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.attention_server.step_plan import StepPlan
-from deepspeed_distca.building import Sharing, attention_dtype, build_server
+from deepspeed_distca.building import Sharing, attention_dtype, build_server, describe_nodes
 from deepspeed_distca.compat.deepspeed import forget_trace, sequence_parallel_size
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import choose_kernel, cost_to_say, own_cost_model, said_cost_model
@@ -46,10 +46,8 @@ from deepspeed_distca.huggingface.twice_called import TwiceCalled
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.monitor import StepMonitor
 from deepspeed_distca.plan_options import of_first_layer, plan_options, weights_of_servers
-from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Choice
-from deepspeed_distca.scheduler.worth import PlanOptions
 
 #: By decoder the runtime whose hooks it has. Runtimes hold the decoder, so that they are held weakly as well.
 _RUNTIMES: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
@@ -239,7 +237,7 @@ class Runtime:
                 kernel = choose_kernel(config.kernel, heads, engine.device, attention_dtype(engine), windows[0]).name
             except KernelError as error:
                 kernel = f"none that fits ({error})"
-            nodes = _describe_nodes(options, choice.cost)
+            nodes = describe_nodes(options, choice.cost)
             overlap = "ping_pong" if self._ping_pong is not None else config.overlap or "local_first"
             print(
                 f"distca: {len(modules)} attention layers of {type(decoder).__name__}{_describe_windows(windows)} "
@@ -384,13 +382,6 @@ def _describe_windows(windows: list[int | None]) -> str:
     if not sizes:
         return ""
     return f" ({sum(bool(w) for w in windows)} with windows of {', '.join(map(str, sizes))} keys)"
-
-
-def _describe_nodes(options: PlanOptions, cost: CostModel) -> str:
-    """ " on 2 nodes of 50 GB/s a rank", or nothing where there is one."""
-    if options.nodes is None:
-        return ""
-    return f" on {options.nodes.size} nodes of {cost.nic_bytes_per_second / 1e9:g} GB/s a rank"
 
 
 @contextmanager

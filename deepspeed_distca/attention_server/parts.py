@@ -133,6 +133,11 @@ class Parts:
     def divided(self) -> bool:
         return len(self.parts) > 1
 
+    @property
+    def is_local(self) -> bool:
+        """Nothing to send, receive or copy."""
+        return all(part.plan.is_local for part in self.parts)
+
     def keys_after(self, part: int) -> tuple[int, ...]:
         """Backward, which serves the last part first: whose keys have their gradients once this part was served. Where
         queries of part 0 may read keys of part 1, theirs are not complete before it was."""

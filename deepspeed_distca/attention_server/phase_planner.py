@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.routes import RouteCompiler, home_routes
 from deepspeed_distca.scheduler.tasks import Tasks, home_tasks
 from deepspeed_distca.scheduler.topology import Topology
-from deepspeed_distca.scheduler.worth import PlanOptions, Worth
+from deepspeed_distca.scheduler.worth import PlanOptions, Worth, two_pay
 
 
 @dataclass(frozen=True)
@@ -119,17 +119,7 @@ class PhasePlanner:
         home = self._homes.get(window)
         if home is None or home.layout is not layout:
             home = self._homes[window] = _Home(layout, window, self._server, self._options.nodes)
-        worth = Worth(
-            layout,
-            window,
-            phase,
-            self._cost,
-            self._options,
-            early=self._early,
-            in_two=self._in_two,
-            layers=layers,
-            rows=home.rows,
-        )
+        worth = self._worth(layout, window, phase, layers, home.rows)
         sizes = np.zeros((2, layout.num_ranks, layout.num_ranks), dtype=np.int64)
         if home.whole and worth.stays():
             tasks, part = worth.home, home.part
@@ -151,6 +141,30 @@ class PhasePlanner:
             sizes.max(axis=0),
             made,
             worth.weights,
+        )
+
+    def two_pay(self, phases: Iterable[tuple[Phase, Layout, int | None, int]]) -> bool:
+        """See :func:`~deepspeed_distca.scheduler.worth.two_pay`.
+
+        Args:
+            phases: of each its layout, the window of its layers and their number.
+        """
+        found = ((self._worth(layout, window, phase, layers), layers) for phase, layout, window, layers in phases)
+        return two_pay(found, self._options.min_gain)
+
+    def _worth(
+        self, layout: Layout, window: int | None, phase: Phase, layers: int, rows: np.ndarray | None = None
+    ) -> Worth:
+        return Worth(
+            layout,
+            window,
+            phase,
+            self._cost,
+            self._options,
+            early=self._early,
+            in_two=self._in_two,
+            layers=layers,
+            rows=rows,
         )
 
     def speeds(self, servers: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -87,9 +87,10 @@ class AttentionServer:
         self._agreement, self._exchange, self._server = agreement, TimedExchange(exchange, self._timer), server
         self._cost, self._granularity = cost, options.granularity
         planner = partial(PhasePlanner, server, cost, options, early=exchange.early)
-        self._planner = planner()
+        self._phase_planners = {two: planner(in_two=two) for two in (False, True)}
+        self._planner = self._phase_planners[False]
         self._layers = {window: list(windows).count(window) for window in dict.fromkeys(windows)}
-        self._planners = {two: MicroBatchPlanner(planner(in_two=two), self._layers) for two in (False, True)}
+        self._planners = {two: MicroBatchPlanner(one, self._layers) for two, one in self._phase_planners.items()}
         self._kernel_name = kernel
         self._side = SideStream() if local_first else None
         self._accumulation_steps, self._ranks, self._step = accumulation_steps, ranks, step
@@ -228,27 +229,45 @@ class AttentionServer:
         self._steps[-1].kept_layers = layers
 
     def plan_tick(
-        self, phase: Phase, kinds: Sequence[tuple[Layout, int | None, int]], *, note: bool, micro_batches: int = 0
-    ) -> list[RankPlan]:
+        self,
+        phase: Phase,
+        kinds: Sequence[tuple[Layout, int | None, int]],
+        *,
+        note: bool,
+        micro_batches: int = 0,
+        in_two: bool = False,
+    ) -> list[Parts]:
         """This rank's parts of one phase alone, for layers that differ in layout or window. Collective if plans are
         checked. With pipeline stages the ranks of a layout are those that are in the phase at the same time.
 
         Args:
             kinds: for each kind of layers: the layout, the window, how many layers there are.
             note: whether it goes into the statistics, with that number of micro-batches.
+            in_two: its micro-batches run as two nano-batches.
         """
         start = time.perf_counter()
-        planned = [self._planner.plan(layout, window, phase, layers) for layout, window, layers in kinds]
+        planner = self._phase_planners[in_two]
+        planned = [planner.plan(layout, window, phase, layers) for layout, window, layers in kinds]
         self._same(planned, f"the plan of a {phase} tick")()
         if note:
             self._note(kinds[0][0] if kinds else None, planned, start)
             self._steps[-1].micro_batches += micro_batches
-        return [p.part for p in planned]
+        if not in_two:
+            return [Parts.whole(p.part) for p in planned]
+        return [self._divided(layout, p.part, p.window, phase) for p, (layout, *_) in zip(planned, kinds, strict=True)]
 
-    def step_plan(self, window: int | None, forward: RankPlan, backward: RankPlan | None) -> StepPlan:
-        """What layers of one window follow, as :meth:`plan_tick` gave their parts."""
-        plan = LayerPlan.whole(forward, backward, self._exchange, self._side, self._watch)
-        return StepPlan({window: plan}, self._kernel)
+    def two_pay(self, ticks: Iterable[tuple[Phase, Layout, int | None, int]]) -> bool:
+        """Whether the micro-batches of these ticks are to run as two nano-batches: see :func:`two_pay`."""
+        return self._phase_planners[True].two_pay(ticks)
+
+    def step_plan(self, parts: Mapping[int | None, Parts]) -> StepPlan:
+        """What layers follow in a tick of forward, by window as :meth:`plan_tick` gave their parts; those of backward
+        follow when its tick comes."""
+        layers = {
+            window: LayerPlan(forward, None, self._exchange, self._side, self._watch)
+            for window, forward in parts.items()
+        }
+        return StepPlan(layers, self._kernel)
 
     def plan_alone(self, layout: Layout) -> StepPlan:
         """A plan that involves no other rank, for whole documents on this one (evaluation).
@@ -271,22 +290,25 @@ class AttentionServer:
 
     def _halves(self, layout: Layout, plan: StepPlan) -> StepPlan:
         """The same plan, divided in time; nobody has to agree on it, since it follows from the layout."""
-        cuts = row_cuts(layout, self._granularity)
-        crossed = crossings(layout, cuts)
 
-        def divided(whole: Parts | None, window: int | None, *, backward: bool) -> Parts:
+        def divided(whole: Parts | None, window: int | None, phase: Phase) -> Parts:
             assert whole is not None  # both phases are planned
-            return two_parts(whole.parts[0].plan.routes, cuts, window, backward=backward, crossed=crossed)
+            return self._divided(layout, whole.parts[0].plan, window, phase)
 
         layers = {
             window: replace(
                 layer,
-                forward=divided(layer.forward, window, backward=False),
-                backward=divided(layer.backward, window, backward=True),
+                forward=divided(layer.forward, window, "forward"),
+                backward=divided(layer.backward, window, "backward"),
             )
             for window, layer in plan.layers.items()
         }
         return StepPlan(layers, self._kernel)
+
+    def _divided(self, layout: Layout, whole: RankPlan, window: int | None, phase: Phase) -> Parts:
+        cuts = row_cuts(layout, self._granularity)
+        crossed = crossings(layout, cuts)
+        return two_parts(whole.routes, cuts, window, backward=phase == "backward", crossed=crossed)
 
     def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Kernel:
         """Of a layer whose attention begins."""

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, Plan
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
+from deepspeed_distca.huggingface.row_rope import RowRule, row_rules
 
 Activations = tuple[torch.Tensor, torch.Tensor]
 IGNORE_INDEX = -100
@@ -30,13 +32,20 @@ class StageContext:
     Attributes:
         plans: while a planned micro-batch runs, forward or backward, the plan of each of the stage's decoder layers.
         kept: what is kept of its attention for recomputation, if it is trained on.
+        in_two: the plan of all of them, where the micro-batch's forward runs as two nano-batches.
     """
 
     def __init__(self, config: Any, rotary: nn.Module) -> None:
         self.config = config
         self.plans: Sequence[Plan | None] | None = None
         self.kept: KeptAttention | None = None
+        self.in_two: StepPlan | None = None
         self._rotary = rotary
+
+    @property
+    def rules(self) -> list[RowRule]:
+        """By which rotary embeddings depend on a row."""
+        return row_rules(nn.ModuleDict({"rotary": self._rotary}))
 
     def rotary(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of true positions, in the dtype of the hidden states."""
@@ -74,15 +83,20 @@ class DecoderLayer(nn.Module):
         # In a list: hidden from nn.Module, which would otherwise be no wiser but slower at setting it.
         self.context, self.index, self.window = context, index, window
 
-    def forward(self, inputs: Activations) -> Activations:
+    def forward(self, inputs: Activations, plan: Plan | None = None, kept: KeptAttention | None = None) -> Activations:
+        """Args:
+        plan, kept: of the nano-batch whose rows these are; left out: those of the context.
+        """
         hidden_states, position_ids = inputs
         arguments: dict[str, Any] = {}
-        if self.context.plans is None:
+        if plan is None and self.context.plans is not None:
+            plan, kept = self.context.plans[self.index], self.context.kept
+        if plan is None:
             arguments["attention_mask"] = self._mask(hidden_states, position_ids)
         else:
-            arguments[PLAN] = self.context.plans[self.index]
-            if self.context.kept is not None:
-                arguments[KEPT] = self.context.kept
+            arguments[PLAN] = plan
+            if kept is not None:
+                arguments[KEPT] = kept
         output = self.layer(
             hidden_states,
             position_ids=position_ids,

@@ -25,6 +25,7 @@ from deepspeed_distca.pipeline.layers import (
     StageContext,
     tied_head,
 )
+from deepspeed_distca.pipeline.nano_batches import run_in_two
 
 #: Models that are embedding, decoder layers, norm and head and nothing else. Others scale embeddings or logits, or mix
 #: them with something, which the layers here would leave out.
@@ -91,6 +92,21 @@ class DecoderPipeline(PipelineModule):
             for s in range(num_stages)
         ]
         self._names = _layer_names(specs)
+
+    def forward(self, forward_input: Any) -> Any:
+        """PipelineModule's own, with decoder layers in two nano-batches where the micro-batch's plan is in two."""
+        plan = self.context.in_two
+        if plan is None:
+            return super().forward(forward_input)
+        decoders = self.decoder_layers
+        first, x = self.forward_funcs.index(decoders[0]), forward_input
+        for layer in self.forward_funcs[:first]:
+            x = layer(x)
+        interval, checkpoint = self.activation_checkpoint_interval, self.activation_checkpoint_func
+        x = run_in_two(decoders, x, plan, self.context.kept, checkpoint=checkpoint, interval=interval)
+        for layer in self.forward_funcs[first + len(decoders) :]:
+            x = layer(x)
+        return x
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
 import torch
 
+from deepspeed_distca.attention_server.coordination.watch import backward_of_layer
+from deepspeed_distca.attention_server.kernels import Kernel
 from deepspeed_distca.attention_server.parts import Parts
-from deepspeed_distca.attention_server.rank_plan import RankPlan
 from deepspeed_distca.attention_server.server import AttentionServer
 from deepspeed_distca.attention_server.step_plan import StepPlan
+from deepspeed_distca.attention_server.steps import BackwardSteps, ForwardSteps, Given, LayerPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.layout import Layout
@@ -75,11 +78,13 @@ class MicroBatchAttention:
         plans: by kind; None where no rank has rows. Their backward parts follow when its tick comes.
         layers: by layer of the stage, its plan.
         kept: what recomputation takes in the place of another exchange.
+        in_two: the plan of all layers, where the micro-batch runs as two nano-batches.
     """
 
     plans: list[StepPlan | None]
     layers: list[StepPlan | None]
     kept: KeptAttention | None
+    in_two: StepPlan | None = None
 
 
 class TickPlanner:
@@ -92,7 +97,12 @@ class TickPlanner:
         stage: this rank's stage, counted in the grid.
         layers: attention layers of this stage.
         heads, dtype, scale: of the model's attention, for ranks that serve without rows of their own.
+
+    Attributes:
+        able: whether micro-batches may run as two nano-batches.
     """
+
+    able = False
 
     def __init__(
         self,
@@ -108,6 +118,7 @@ class TickPlanner:
         device: torch.device,
     ) -> None:
         self._server, self._slots, self._place, self._stage, self._layers = server, slots, place, stage, layers
+        self._in_two = False
         self._specs = [AttentionSpec(scale, kind.window) for kind in slots.kinds]
         value_dim = heads.value_dim or heads.head_dim
 
@@ -119,66 +130,102 @@ class TickPlanner:
         self._out = rows(heads.query, value_dim)
         self._lse = torch.empty((heads.query, 0), dtype=torch.promote_types(dtype, torch.float32), device=device)
 
-    def plan(self, tick: Tick, layouts: list[Layout], *, note: bool) -> list[RankPlan | None]:
+    def plan(self, tick: Tick, layouts: list[Layout], *, training: bool) -> list[Parts | None]:
         """This rank's parts of a tick, by kind; None where no rank has rows. Collective over the grid.
 
         Args:
             layouts: by micro-batch, the layout over the grid's replicas.
-            note: whether the tick goes into the statistics.
+            training: the tick is one of training, and goes into the statistics.
         """
-        wanted, kinds = [], []
+        found = self._layouts_of(tick, layouts)
+        wanted = [bool(len(layout.segments)) for layout, *_ in found]
+        kinds = list(compress(found, wanted))
+        mine = tick.phase == "forward" and tick.micro_batches[self._stage] is not None
+        in_two = self._in_two and training
+        parts = iter(self._server.plan_tick(tick.phase, kinds, note=training, micro_batches=int(mine), in_two=in_two))
+        return [next(parts) if want else None for want in wanted]
+
+    def _layouts_of(self, tick: Tick, layouts: list[Layout]) -> list[tuple[Layout, int | None, int]]:
+        """By kind of layers: over the grid's ranks, with the window and the number of slots."""
+        found = []
         for kind in self._slots.kinds:
             live = [
                 layouts[m] if m is not None and s in kind.stages else None for s, m in enumerate(tick.micro_batches)
             ]
-            layout = over_grid(live, self._place)
-            wanted.append(bool(len(layout.segments)))
-            if wanted[-1]:
-                kinds.append((layout, kind.window, kind.slots))
-        mine = tick.phase == "forward" and tick.micro_batches[self._stage] is not None
-        parts = iter(self._server.plan_tick(tick.phase, kinds, note=note, micro_batches=int(mine)))
-        return [next(parts) if want else None for want in wanted]
+            found.append((over_grid(live, self._place), kind.window, kind.slots))
+        return found
 
-    def open(self, forward: list[RankPlan | None], *, keep: bool) -> MicroBatchAttention:
+    def begin(self, ticks: list[Tick], layouts: list[Layout]) -> None:
+        """A batch of training begins. Its micro-batches run as two nano-batches where that may pay: all of them or
+        none, since in a tick all ranks do alike, and in backward each does as it did in forward.
+
+        Args:
+            ticks: all that come.
+            layouts: see :meth:`plan`.
+        """
+        if self.able:
+            every = ((tick.phase, *kind) for tick in ticks for kind in self._layouts_of(tick, layouts))
+            self._in_two = self._server.two_pay(one for one in every if len(one[1].segments))
+
+    def open(self, forward: list[Parts | None], *, keep: bool) -> MicroBatchAttention:
         """The attention of a micro-batch whose forward tick has come; its backward parts follow later.
 
         Args:
             keep: there will be a backward, and perhaps recomputation in it.
         """
-        kinds = self._slots.kinds
-        plans = [
-            None if part is None else self._server.step_plan(kind.window, part, None)
-            for kind, part in zip(kinds, forward, strict=True)
-        ]
+        given = [(kind.window, part) for kind, part in zip(self._slots.kinds, forward, strict=True)]
+        kept, in_two = KeptAttention(always=True) if keep else None, None
+        plans: list[StepPlan | None]
+        if any(part is not None and part.divided for part in forward):
+            in_two = self._server.step_plan({window: part for window, part in given if part is not None})
+            plans = [None if part is None else in_two for part in forward]
+        else:
+            plans = [None if part is None else self._server.step_plan({window: part}) for window, part in given]
         layers = [plans[self._slots.kind_of[slot]] for slot in range(self._layers)]
-        return MicroBatchAttention(plans, layers, KeptAttention(always=True) if keep else None)
+        return MicroBatchAttention(plans, layers, kept, in_two)
 
-    def begin_backward(self, attention: MicroBatchAttention, parts: list[RankPlan | None]) -> None:
+    def begin_backward(self, attention: MicroBatchAttention, parts: list[Parts | None]) -> None:
         """The backward tick of a micro-batch has come, and this rank's parts of it."""
         for kind, plan, part in zip(self._slots.kinds, attention.plans, parts, strict=True):
             if plan is not None and part is not None:
-                plan.layer(kind.window).backward = Parts.whole(part)
+                plan.layer(kind.window).backward = part
 
-    def serve_forward(self, parts: list[RankPlan | None], first: int) -> None:
+    def serve_forward(self, parts: list[Parts | None], first: int) -> None:
         """Takes part in the exchange of the slots from ``first`` on, without rows of its own."""
         for slot in range(first, len(self._slots)):
             kind = self._slots.kind_of[slot]
             part = parts[kind]
-            if part is not None and not part.is_local:
-                with torch.no_grad():
-                    spec = self._specs[kind]
-                    self._server.step_plan(spec.window, part, None).attend(self._q, self._k, self._v, spec)
+            if part is None or part.is_local:
+                continue
+            plan, spec, kernel = self._serving(part, kind)
+            steps = ForwardSteps(plan, spec, kernel)
+            for i in range(len(part.parts)):
+                steps.dispatch(i, self._q, self._k, self._v)
+            for i in range(len(part.parts)):
+                steps.serve(i)
+            for i in range(len(part.parts)):
+                steps.collect(i)
 
-    def serve_backward(self, parts: list[RankPlan | None], first: int) -> None:
-        """The same in backward, where slots come in reverse order."""
+    def serve_backward(self, parts: list[Parts | None], first: int) -> None:
+        """The same in backward, where slots and parts come in reverse order."""
+        given = Given(self._q, self._k, self._v, self._out, self._lse, self._out, None)
         for slot in reversed(range(first, len(self._slots))):
             kind = self._slots.kind_of[slot]
             part = parts[kind]
             if part is None or part.is_local:
                 continue
-            q, k, v = (t.detach().requires_grad_() for t in (self._q, self._k, self._v))
-            with torch.enable_grad():
-                # An out of no rows, "kept" from a forward that never was, whose backward serves the others.
-                spec, kept = self._specs[kind], (self._out, self._lse)
-                out, _ = self._server.step_plan(spec.window, part, part).attend(q, k, v, spec, kept)
-            out.backward(torch.zeros_like(out))
+            plan, spec, kernel = self._serving(part, kind)
+            with backward_of_layer(plan.watch):
+                steps = BackwardSteps(replace(plan, backward=part), spec, kernel)
+                last_first = list(reversed(range(len(part.parts))))
+                for i in last_first:
+                    steps.dispatch(i, given)
+                for i in last_first:
+                    steps.serve(i)
+                for i in last_first:
+                    steps.gradients(i)
+
+    def _serving(self, part: Parts, kind: int) -> tuple[LayerPlan, AttentionSpec, Kernel]:
+        spec = self._specs[kind]
+        plan = self._server.step_plan({spec.window: part})
+        return plan.layer(spec.window), spec, plan.kernel(self._q, self._k, self._v, spec)

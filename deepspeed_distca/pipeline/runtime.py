@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
 from deepspeed_distca.attention_server.coordination.hello import Meeting, machine
 from deepspeed_distca.attention_server.coordination.watch import Watch
-from deepspeed_distca.attention_server.rank_plan import RankPlan
+from deepspeed_distca.attention_server.parts import Parts
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.building import Sharing, attention_dtype, build_server, describe_nodes
 from deepspeed_distca.compat.deepspeed import (
@@ -185,6 +186,13 @@ class PipelineRuntime:
             scale=module.attention_scale,
             device=engine.device,
         )
+        if config.overlap == "ping_pong" or (config.overlap is None and options.nodes is not None):
+            problem = not_in_two(module, slots)
+            if problem and config.overlap == "ping_pong":
+                raise DistCAConfigError(f'`{BLOCK}.overlap` "ping_pong" does not work here: {problem}')
+            if problem and dist.get_rank() == 0:
+                print(f'distca: `overlap` is "local_first", where "ping_pong" would hide more over nodes: {problem}')
+            self._planner.able = not problem
         self._weight_loss = config.token_weighted_loss and hasattr(module.loss_fn, "divisor")
         if config.token_weighted_loss and not self._weight_loss:
             logger.warning(
@@ -193,7 +201,7 @@ class PipelineRuntime:
         self._ticks: list[Tick] = []
         self._layouts: list[Layout] = []
         self._at = 0
-        self._parts: list[RankPlan | None] = []
+        self._parts: list[Parts | None] = []
         self._open: dict[int | None, MicroBatchAttention] = {}
         self._training = False
         self._install()
@@ -203,7 +211,8 @@ class PipelineRuntime:
                 f"distca: {sum(map(len, module.stage_windows))} attention layers in {engine.num_stages} stages, "
                 f"{topology.place.size} attention servers in {len(topology.groups)} group(s) (scope {self._scope})"
                 f"{describe_nodes(options, choice.cost)}; "
-                f"kernel {config.kernel or 'automatic'}, overlap {config.overlap or 'local_first'}, "
+                f"kernel {config.kernel or 'automatic'}, "
+                f"overlap {'ping_pong' if self._planner.able else config.overlap or 'local_first'}, "
                 f"cost model {choice.source}, tolerance {config.advanced.tolerance:g}",
                 flush=True,
             )
@@ -297,6 +306,8 @@ class PipelineRuntime:
         loaded = iter(batches)
         replace_next_batch(self._engine, lambda: next(loaded))
         self._at = 0
+        if self._training:
+            self._planner.begin(self._ticks, self._layouts)
         self._plan()
 
     def _read(self, index: int, micro_batches: int) -> tuple[Any, Any]:
@@ -332,7 +343,7 @@ class PipelineRuntime:
         return sum(m.targets for replica in replicas for m in replica)
 
     def _plan(self) -> None:
-        self._parts = self._planner.plan(self._ticks[self._at], self._layouts, note=self._training)
+        self._parts = self._planner.plan(self._ticks[self._at], self._layouts, training=self._training)
 
     def _next(self) -> None:
         """After a tick: plans the one that follows, on a GPU while the device is still at work on this one."""
@@ -377,12 +388,12 @@ class PipelineRuntime:
         """Layers that run in here, for the first time or in recomputation, follow these plans."""
         context, config = self._module.context, self._module.config
         ordinary = attention_name(config)
-        context.plans, context.kept = attention.layers, attention.kept
+        context.plans, context.kept, context.in_two = attention.layers, attention.kept, attention.in_two
         set_attention_name(config, NAME)
         try:
             yield
         finally:
-            context.plans = context.kept = None
+            context.plans = context.kept = context.in_two = None
             set_attention_name(config, "sdpa" if ordinary in (NAME, FIRST) else ordinary)
 
 
@@ -425,6 +436,20 @@ class _Topology:
 
     def _members(self, stages: list[int], start: int) -> np.ndarray:
         return np.array([[self.rank(s, start + d) for d in range(self.replicas)] for s in stages])
+
+
+def not_in_two(module: DecoderPipeline, slots: Slots) -> str:
+    """Why micro-batches of a pipeline cannot run as two nano-batches; empty where they can. The same on every rank."""
+    reentrant = module.activation_checkpoint_func is not non_reentrant_checkpoint
+    if module.activation_checkpoint_interval and reentrant:
+        return 'reentrant checkpointing computes gradients once for each; set "pipeline": {"use_reentrant": false}'
+    if len({kind.window for kind in slots.kinds}) < len(slots.kinds):
+        return "stages have different numbers of attention layers"
+    if module.seed_layers:
+        return "layers that begin with a seed of their own (seed_layers) would draw the same numbers in both halves"
+    if module.context.rules:
+        return "rotary embeddings depend on the longest position of a row, which halves would not share"
+    return ""
 
 
 def check_engine(engine: PipelineEngine) -> None:

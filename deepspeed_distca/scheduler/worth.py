@@ -8,7 +8,7 @@ are compared in float64, but with sums and maxima of single numbers only, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -298,6 +298,13 @@ class Worth:
         work = int(self.home.loads.sum()) / UNITS_PER_SECOND + math.fsum(linear)
         return work / math.fsum(self._speeds.tolist()) - (max(linear) if self._start is None else 0.0)
 
+    def least_in_two(self) -> float:
+        """Seconds that the phase, its linear work with it, cannot be below as two nano-batches: of the device, with
+        attention where there is least to do, and of the host."""
+        work = int(self.home.loads.sum()) / UNITS_PER_SECOND + math.fsum(self._linear.tolist())
+        device = max(work / math.fsum(self._speeds.tolist()), float(self._linear.max()))
+        return max((1 + IN_TWO) * device, 2 * PLAIN_HOST[self._phase])
+
     def moved(self, seconds: float, messages: int) -> tuple[float, float]:
         """Seconds of a layer's phase, its linear work with it, in which rows move: the device's and the host's.
 
@@ -319,6 +326,20 @@ class Worth:
 
     def _task_cost(self, rows: np.ndarray) -> np.ndarray:
         return task_costs(rows, self._cost, self._phase, self._window)
+
+
+def two_pay(phases: Iterable[tuple[Worth, int]], min_gain: float) -> bool:
+    """Whether phases may be shorter as two nano-batches than whole and at home, all together and by their sums alone:
+    by the share `min_gain` at least. With 0 rows move whatever it costs.
+
+    Args:
+        phases: with the number of layers of each.
+    """
+    whole = two = 0.0
+    for worth, layers in phases:
+        whole += layers * worth.whole
+        two += layers * worth.least_in_two()
+    return min_gain <= 0 or whole - two >= min_gain * whole
 
 
 def phase_seconds(

@@ -14,7 +14,8 @@ import numpy as np
 
 from deepspeed_distca.layout import DOCUMENT, RANK, Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, Phase
-from deepspeed_distca.simulator.step import Loads, Training, plugin
+from deepspeed_distca.scheduler.worth import two_pay
+from deepspeed_distca.simulator.step import Loads, Training, planner, plugin
 
 #: Of the output layer's time, what belongs to each phase: backward has twice the products.
 _OUTPUT = {"forward": 1 / 3, "backward": 2 / 3}
@@ -73,11 +74,23 @@ def same_phase(training: Training, batches: Sequence[Layout]) -> tuple[float, di
     other, in others only for what the stage beside theirs sends."""
     tokens, stages, replicas = int(batches[0].tokens.max()), training.stages, batches[0].num_ranks
     windows, hop, output = training.model.windows, _hop(training, tokens), training.output() * tokens
+    every = [
+        (phase, has, _side_by_side([None if i is None else batches[i] for i in has]))
+        for phase, has in ticks(len(batches), stages)
+    ]
+    in_two = training.overlap(stages * replicas, tokens) == "ping_pong" and two_pay(
+        (
+            (planner(training, layout, window, phase, in_two=True), windows[window] // stages)
+            for phase, _, layout in every
+            for window in windows
+        ),
+        training.options.min_gain,
+    )
     clock = np.zeros((stages, replicas))
     done: dict[tuple[Phase, int, int], np.ndarray] = {}
     sent, parts, middle = 0.0, {"attention": 0.0, "exchange": 0.0}, Loads()
-    for phase, has in ticks(len(batches), stages):
-        loads = plugin(training, _side_by_side([None if i is None else batches[i] for i in has]), (phase,))
+    for phase, has, layout in every:
+        loads = plugin(training, layout, (phase,), in_two=in_two)
         takes = np.zeros((stages, replicas))
         for (window, _), load in loads.items():
             layers = windows[window] / stages

@@ -122,14 +122,14 @@ class Training:
         return moved + OPTIMIZER_BYTES * mine / (replicas if self.zero else 1) / MEMORY_RATE
 
     def overlap(self, ranks: int, tokens: int) -> Literal["local_first", "ping_pong"]:
-        """The plugin's `overlap`, where it is left out: two nano-batches over nodes, but not over pipelines. Under
-        checkpointing only with memory for attention of all layers, which `"keep_attention": true` has to say.
+        """The plugin's `overlap`, where it is left out: two nano-batches over nodes. Under checkpointing only with
+        memory for attention of all layers, which `"keep_attention": true` has to say; pipelines keep it anyway.
 
         Args:
             tokens: of the rank with the most of them.
         """
         if self.options.nodes is None or self.stages > 1:
-            return "local_first"
+            return "local_first" if self.options.nodes is None else "ping_pong"
         fits = self.memory(ranks, tokens, kept=True) <= (1 - FREE) * MEMORY
         return "ping_pong" if fits or not self.checkpointing else "local_first"
 
@@ -214,25 +214,39 @@ def plain(training: Training, layout: Layout) -> Loads:
     return found
 
 
-def planner(training: Training, layout: Layout, window: int | None, phase: Phase) -> Worth:
-    """What plans a phase of the layers of one kind as training does by default."""
+def planner(
+    training: Training, layout: Layout, window: int | None, phase: Phase, *, in_two: bool | None = None
+) -> Worth:
+    """What plans a phase of the layers of one kind as training does by default.
+
+    Args:
+        in_two: whether the micro-batch runs as two nano-batches; None: as the default is.
+    """
     # Peer copies, within a node, send results as soon as they are there; over pipelines NCCL carries rows.
     early = training.options.nodes is None and training.stages == 1
-    in_two = training.overlap(layout.num_ranks, int(layout.tokens.max())) == "ping_pong"
+    if in_two is None:
+        in_two = training.overlap(layout.num_ranks, int(layout.tokens.max())) == "ping_pong"
     layers = training.model.windows[window] // training.stages
     return Worth(layout, window, phase, training.cost, training.options, early=early, in_two=in_two, layers=layers)
 
 
-def plugin(training: Training, layout: Layout, phases: tuple[Phase, ...] = PHASES) -> Loads:
-    """As training plans it by default; checkpointing does not repeat attention."""
+def plugin(
+    training: Training, layout: Layout, phases: tuple[Phase, ...] = PHASES, *, in_two: bool | None = None
+) -> Loads:
+    """As training plans it by default; checkpointing does not repeat attention.
+
+    Args:
+        in_two: whether the micro-batch runs as two nano-batches; None: as the default is, where any row moves.
+    """
     found: Loads = {}
     cost, nodes = training.cost, training.options.nodes
     spread = {}
     for window, phase in product(training.model.windows, phases):
-        worth = planner(training, layout, window, phase)
+        worth = planner(training, layout, window, phase, in_two=in_two)
         spread[window, phase] = worth, *worth.spread(RouteCompiler(layout, worth.home.rows, nodes))
-    moves = any(compiler.moves_rows for _, _, compiler in spread.values())
-    in_two = moves and training.overlap(layout.num_ranks, int(layout.tokens.max())) == "ping_pong"
+    if in_two is None:
+        moves = any(compiler.moves_rows for _, _, compiler in spread.values())
+        in_two = moves and training.overlap(layout.num_ranks, int(layout.tokens.max())) == "ping_pong"
     for (window, phase), (worth, tasks, compiler) in spread.items():
         linear, attention = training.linear(phase) * layout.tokens, tasks.loads / UNITS_PER_SECOND
         below, host = training.zero_layer(phase, layout.num_ranks), training.host(phase)

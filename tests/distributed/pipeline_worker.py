@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import deepspeed
@@ -161,14 +162,14 @@ def capture_gradients(engine) -> list[dict[str, torch.Tensor]]:
 
 
 def count_relayed(engine) -> list[int]:
-    """Of every tick from now on, the runs that this rank gets from a relay."""
+    """Of every tick of training from now on, the runs that this rank gets from a relay."""
     found: list[int] = []
     planner = engine.distca._planner
     plan = planner.plan
 
     def plan_and_count(*args, **kwargs):
         parts = plan(*args, **kwargs)
-        found.append(sum(len(part.routes.relay_in) for part in parts if part is not None))
+        found.append(sum(len(p.plan.routes.relay_in) for part in parts if part is not None for p in part.parts))
         return parts
 
     planner.plan = plan_and_count
@@ -238,6 +239,7 @@ def train(stages: int, case: dict) -> dict:
         "micro_batches": stats.micro_batches,
         "nodes": nodes_of(engine),
         "relayed": sum(relayed),
+        "in_two": engine.distca._planner._in_two,
     }
     engine.destroy()
     return result
@@ -273,7 +275,7 @@ def _message_of(action) -> str:
     return "no error"
 
 
-def refusals(stages: int) -> dict[str, str]:
+def refusals(stages: int) -> dict[str, Any]:
     """What is said, on every rank, to batches and engines that cannot be used."""
     deepspeed.init_distributed("gloo")
     case = defaults({"steps": 1})
@@ -308,8 +310,12 @@ def refusals(stages: int) -> dict[str, str]:
     found["servers"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": {"servers": 3}})))
     weights = {"advanced": {"server_weights": [1, 1]}}
     found["weights"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": weights})))
-    turns = {"overlap": "ping_pong"}
-    found["overlap"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": turns})))
+    turns = {"distca": {"overlap": "ping_pong"}}
+    recomputed = {"interval": 1, "reentrant": True}
+    found["overlap"] = [
+        _message_of(lambda more=more: make_engine(stages, 1, defaults({**turns, **more})))
+        for more in (recomputed, {"layers": 5})
+    ]
     scope = {"advanced": {"pipeline_scope": "all", "pipeline_scopes": 1}}
     found["scope"] = _message_of(lambda: make_engine(stages, 1, defaults({"distca": scope})))
     found["stages"] = _message_of(lambda: make_engine(stages, 1, defaults({"layers": 1})))

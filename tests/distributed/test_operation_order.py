@@ -104,7 +104,7 @@ def test_sharing_over_the_grid_under_the_ordinary_schedule_would_block() -> None
         run([program(ds.TrainSchedule(8, 2, s), exchanges) for s in range(2)])
 
 
-def cases(zero: int = 1) -> list[dict]:
+def cases(ranks: int, zero: int = 1) -> list[dict]:
     common = {"zero": zero, "interval": 1, "reentrant": True, "steps": 2}
     return [
         # As benchmarks/pipeline.py runs it.
@@ -124,13 +124,26 @@ def cases(zero: int = 1) -> list[dict]:
         },
         {**common, "micro_batches": 1, "distca": {"advanced": {"granularity": 1}}},
         {**common, "micro_batches": 3, "distca": {"advanced": {"granularity": 8, "node_size": 2}}},
-        {**common, "micro_batches": 3, "distca": {"advanced": {"granularity": 8, "node_size": 1}}, "form": "shared"},
+        # In two nano-batches: over nodes, and within one.
+        {
+            **common,
+            "micro_batches": 3,
+            "distca": {"advanced": {"granularity": 8, "node_size": max(1, ranks // 2)}},
+            "reentrant": False,
+        },
+        {
+            **common,
+            "micro_batches": 2,
+            "distca": {"overlap": "ping_pong"},
+            "interval": 0,
+            "form": "shared",
+        },
     ]
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [pytest.param(2, 2, marks=pytest.mark.quick), (4, 2), (4, 4)])
 def test_what_pipelines_issue_completes_in_any_backend(ranks: int, stages: int) -> None:
-    given = cases()
+    given = cases(ranks)
     records = run_ranks("tests.distributed.operation_order_worker:record", ranks, stages=stages, cases=given)
     for index, case in enumerate(given):
         programs = [[_operation(o) for o in record[index]] for record in records]

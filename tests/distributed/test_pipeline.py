@@ -102,28 +102,35 @@ def test_ranks_find_out_the_nodes_of_their_servers() -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 4, 1], ids=["2 stages x 2 replicas", "4 x 1", "1 x 4"])
-def test_plans_by_nodes(stages: int) -> None:
-    """Rows move between two nodes of two ranks, keys once to a node."""
+def test_plans_by_nodes_and_two_nano_batches(stages: int) -> None:
+    """Rows move between nodes, keys once to a node. Over nodes micro-batches run as two nano-batches, which hide it,
+    where the pipeline can; within a node where that is asked for."""
 
-    def over_nodes(given: dict, node_size: int = 2, **options) -> dict:
+    def with_options(given: dict, overlap: str | None = None, node_size: int = 2) -> dict:
         advanced = {**given["distca"]["advanced"], "node_size": node_size}
-        return {**given, "distca": {**options, "advanced": advanced}}
+        return {**given, "distca": {"overlap": overlap, "advanced": advanced}}
 
     scope = "grid" if stages > 1 else "stage"
     cases = [
-        over_nodes(case(3, scope, "reentrant", seed=1)),
-        over_nodes(case(3, scope, zero=1, form="shared", seed=2), overlap="none"),
-        over_nodes(case(2, scope, "non-reentrant", tied=True, layers=5, seed=3)),
-        over_nodes(case(2, scope, form="shared", seed=4), node_size=1),
+        with_options(case(3, scope, "reentrant", seed=1)),
+        with_options(case(3, scope, zero=1, form="shared", seed=2), "none"),
+        with_options(case(2, scope, "non-reentrant", tied=True, layers=5, seed=3)),
+        with_options(case(8, scope, zero=1, seed=4)),
+        with_options(case(2, scope, "non-reentrant", form="shared", seed=5), node_size=1),
+        with_options(case(3, scope, "non-reentrant", zero=1, tied=True, seed=6), "ping_pong", node_size=4),
+        with_options(case(2, "stage", form="shared", seed=7), "ping_pong", node_size=4),
     ]
     results = run_ranks(f"{WORKER}:train_cases", 4, stages=stages, cases=cases)
     check(results, cases)
-    relayed = 0
+    two, relayed = [False, False, stages == 1, True, True, True, True], 0
     for index, given in enumerate(cases):
         outcomes = [result[index] for result in results]
+        assert {outcome["in_two"] for outcome in outcomes} == {two[index]}, given
+        alone = stages == 4 and given["distca"]["advanced"]["pipeline_scope"] == "stage"
         size = given["distca"]["advanced"]["node_size"]
-        assert all(outcome["nodes"] == [rank // size for rank in range(4)] for outcome in outcomes)
-        assert outcomes[0]["bytes_moved"] > 0
+        nodes = None if size == 4 else [rank // size for rank in range(4)]
+        assert all(outcome["nodes"] == nodes for outcome in outcomes)
+        assert (outcomes[0]["bytes_moved"] == 0) == alone
         relayed += sum(outcome["relayed"] for outcome in outcomes)
     assert relayed > 0
 
@@ -139,7 +146,8 @@ def test_what_cannot_be_used_is_refused_on_every_rank() -> None:
         assert "attention layer 0 of the stages has windows of [None, 6] keys" in outcome["windows"]
         assert "`distca.servers` was given 3; with scope 'grid' allowed: 2 (stages) times" in outcome["servers"]
         assert "`distca.advanced.server_weights` cannot be combined with a PipelineModule" in outcome["weights"]
-        assert '"ping_pong" cannot be combined with pipeline stages' in outcome["overlap"]
+        reentrant, uneven = outcome["overlap"]
+        assert '"use_reentrant": false' in reentrant and "different numbers of attention layers" in uneven
         assert "`distca.advanced.pipeline_scope` was given 'all'" in outcome["scope"]
         assert "`distca.advanced.pipeline_scopes` is not an option" in outcome["scope"]
         assert "1 decoder layers cannot be divided over 2 stages" in outcome["stages"]

@@ -27,6 +27,7 @@ from deepspeed_distca.scheduler.worth import (
     finishing_weights,
     phase_seconds,
     seconds_in_two,
+    two_pay,
 )
 
 COST = replace(CostModel(), bytes_per_second=10**6, latency=0)
@@ -127,6 +128,33 @@ def test_two_nano_batches_are_planned_as_such() -> None:
         for in_two in (False, True)
     ]
     assert blind[0] == blind[1]
+
+
+def test_two_nano_batches_pay_at_most_what_their_least_says() -> None:
+    heads = Heads(query=32, key_value=8, head_dim=128)
+    cost, options = CostModel.fitted(heads), PlanOptions(0.01, 128, min_gain=0.02, linear_flops=4 * 10**8)
+    pairs_of = {}
+    for name, lengths in {
+        "uneven": [[65536], *[[4096] * 16] * 3],
+        "even": [[256] * 256] * 4,
+        "pool": [[32768], [32768], [], []],
+        "small": [[64], [32]],
+    }.items():
+        layout = Layout.from_lengths(lengths)
+        pairs_of[name] = []
+        for phase in PHASES:
+            worth = Worth(layout, None, phase, cost, options, early=False, in_two=True, layers=8)
+            _, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
+            assert not compiler.moves_rows or worth.least_in_two() <= worth.takes(compiler) * (1 + 1e-12)
+            pairs_of[name].append((worth, 8))
+    assert {name: two_pay(phases, 0.02) for name, phases in pairs_of.items()} == {
+        "uneven": True,
+        "even": False,
+        "pool": True,
+        "small": False,
+    }
+    assert two_pay(pairs_of["even"], 0.0)  # rows move whatever it costs
+    assert two_pay([*pairs_of["uneven"], *pairs_of["even"]], 0.02)
 
 
 def test_a_busy_end_holds_up_all_that_it_sends() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from deepspeed_distca.scheduler.worth import IN_TWO, PLAIN_HOST, Worth, seconds_
 from deepspeed_distca.simulator import policies
 from deepspeed_distca.simulator.documents import micro_batches
 from deepspeed_distca.simulator.model import LLAMA_3_8B, Model, training_options
-from deepspeed_distca.simulator.pipeline import one_forward_one_backward, ticks
+from deepspeed_distca.simulator.pipeline import one_forward_one_backward, same_phase, ticks
 from deepspeed_distca.simulator.policies import IDEAL, OURS, PARTS, PLACED, PLAIN, outcomes, shared
 from deepspeed_distca.simulator.step import FREE, MEMORY, Load, Training, plain, planner, plugin, seconds
 
@@ -136,10 +136,11 @@ def test_parts_are_a_step_and_nothing_beats_the_ideal(more: dict) -> None:
 
 
 def test_over_nodes_the_plugin_runs_in_two_where_training_does() -> None:
-    """docs/nodes.md: not within a node, not over pipelines, under checkpointing with memory for all attention."""
+    """docs/nodes.md: not within a node; under checkpointing with memory for all attention."""
     assert training(1).overlap(RANKS, TOKENS) == "local_first"
     assert training().overlap(RANKS, TOKENS) == "ping_pong"
-    assert training(stages=2).overlap(RANKS, TOKENS) == "local_first"
+    assert training(stages=2).overlap(RANKS, TOKENS) == "ping_pong"
+    assert training(1, stages=2).overlap(RANKS, TOKENS) == "local_first"
     kept = training(checkpointing=True)
     most = int((1 - FREE) * MEMORY * TOKENS / kept.memory(RANKS, TOKENS, kept=True))
     while kept.memory(RANKS, most, kept=True) < (1 - FREE) * MEMORY:
@@ -185,12 +186,40 @@ def test_ticks_are_planned_by_nodes(nodes: int, phase: Phase) -> None:
     """As PipelineRuntime does: with the nodes of its servers, and for NCCL."""
     layout = Layout.from_lengths([[65536], *[[16384] * 4] * (RANKS - 1)])
     setting = training(nodes, stages=2)
-    worth = Worth(layout, None, phase, setting.cost, setting.options, early=False, layers=16)
-    own = planner(setting, layout, None, phase)
-    (tasks, compiler), (found, _) = (one.spread(RouteCompiler(layout, one.home.rows)) for one in (worth, own))
-    assert np.array_equal(found.rows, tasks.rows) and own._search == worth._search
-    load = plugin(setting, layout, (phase,))[None, phase]
-    assert load.meets and load.seconds == pytest.approx(setting.linear(phase) * 65536 + worth.seconds(compiler))
+    for in_two in (False, True):
+        worth = Worth(
+            layout, None, phase, setting.cost, setting.options, early=False, in_two=in_two, layers=MODEL.layers // 2
+        )
+        own = planner(setting, layout, None, phase, in_two=in_two)
+        (tasks, compiler), (found, _) = (one.spread(RouteCompiler(layout, one.home.rows)) for one in (worth, own))
+        assert np.array_equal(found.rows, tasks.rows) and own._search == worth._search
+        assert own.seconds(compiler) == worth.seconds(compiler)
+        load = plugin(setting, layout, (phase,), in_two=in_two)[None, phase]
+        linear = setting.linear(phase) * layout.tokens
+        takes = linear.max() + worth.seconds(compiler)
+        if in_two:
+            flows = compiler.flows(MODEL.heads, phase)
+            takes = seconds_in_two(setting.cost, linear, tasks.loads / 1e15, *flows, nodes=setting.options.nodes)
+        assert load.meets and load.seconds == pytest.approx(takes)
+
+
+def test_a_batch_of_a_pipeline_runs_in_two_where_that_may_pay() -> None:
+    """All of its ticks or none; over nodes, and not where documents are too short to gain what that costs."""
+    long, short = [[TOKENS], *[[2048] * 8] * 7], [[256] * 64] * 8
+    for lengths, nodes, in_two in ((long, 2, True), (long, 1, False), (short, 2, False)):
+        drawn, setting = [Layout.from_lengths(lengths)] * 4, training(nodes, stages=2)
+        found = same_phase(setting, drawn)
+        own, other = (same_phase(overlapping(setting, name), drawn)[0] for name in ("local_first", "ping_pong"))
+        assert found[0] == (other if in_two else own) and (other < own) == (lengths is long)
+        assert found[0] + setting.end(RANKS) <= outcomes(setting, drawn, TOKENS)[0].seconds
+
+
+def overlapping(setting: Training, name: str) -> Training:
+    class Overlapping(Training):
+        def overlap(self, ranks: int, tokens: int) -> str:
+            return name
+
+    return Overlapping(**{field.name: getattr(setting, field.name) for field in fields(setting)})
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -166,3 +166,43 @@ def test_a_tree_lies_in_one_segment() -> None:
         Layout(segments, 2, np.array([[0, 0, 6, -1], [0, 6, 4, 0]])).validate()
     with pytest.raises(LayoutError, match="10 rows, its segment has 12"):
         Layout(np.array([[0, 0, 0, 12]]), 1, np.array([[0, 0, 6, -1], [0, 6, 4, 0]])).validate()
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ([], "a tree needs at least one branch"),
+        ([(3, 0)], r"branch 0 goes on from itself; .* the first one from none"),
+        ([(3, None), (2, 2)], "branch 1 goes on from branch 2; .* 0 to 0"),
+        ([(3, None), (2, -1)], "branch 1 goes on from branch -1"),
+        ([(3, None), (2, True)], "the parent must be a branch's place or None, got True"),
+        ([(3, None), (0, 0)], "branch 1: the length must be an integer >= 1, got 0"),
+        ([(3, None), (1.5, 0)], "the length must be an integer >= 1, got 1.5"),
+        ([(3, None), 4], r"branch 1: expected \(length, parent\), got 4"),
+        ([(3, None), (2, None)], "the branch at row 3 has no parent"),
+        ([(3, None), (2, 0), (1, 0), (4, 1)], "row 6 goes on from the one at row 3, behind which lies another"),
+    ],
+)
+def test_trees_that_are_none(tree: list, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Layout.from_trees([[5, tree]])
+
+
+@pytest.mark.parametrize(
+    ("branches", "message"),
+    [
+        ([[0, 0, 4, -1], [0, 5, 5, 0]], "a branch of 5 rows starts at 5 where 4 was expected"),
+        ([[0, 0, 4, -1], [0, 4, 0, 0]], "a branch of 0 rows"),
+        ([[0, 0, 4, 0], [0, 4, 6, 0]], "the branch at row 0 has parent 0"),
+        (
+            [[0, 0, 4, -1], [0, 4, 6, 2]],
+            "the one at row 2, but there is none before it; those before it start at rows",
+        ),
+        ([[0, 0, 4, -1], [0, 4, 5, 0]], "its branches have 9 rows, its segment has 10"),
+        ([[3, 0, 10, -1]], "branches of document 3: the layout has no such document"),
+        ([[1, 0, 2, -1], [0, 0, 10, -1]], "branches must be ordered by document"),
+    ],
+)
+def test_branches_that_are_no_trees(branches: list, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Layout(np.array([[0, 0, 0, 10], [0, 1, 0, 2]]), 1, np.array(branches)).validate()

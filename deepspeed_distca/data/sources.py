@@ -91,11 +91,6 @@ class ArrowDocuments(IndexedDocuments):
                     f"document {row}: {name} has {found[row]} values, but input_ids has {lengths[row]} "
                     f"({len(differ)} of {len(lengths)} documents differ); they must be of one length"
                 )
-        if len(lengths) != len(data):
-            raise RuntimeError(
-                f"the dataset has {len(data)} rows, but {len(lengths)} lengths were found in its Arrow table; "
-                "call its flatten_indices() first"
-            )
         super().__init__(data.with_format("numpy", columns=read), lengths)
 
     def _item(self, index: int) -> dict[str, Any]:

@@ -57,6 +57,14 @@ def test_short_sequences_make_tokens_even(longs, ranks, data):
     assert (tokens.max(axis=1) - tokens.min(axis=1)).max() <= 1
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 5, 10])
+def test_no_rank_is_without_a_sequence_where_it_is_too_tight_for_even_tokens(ranks):
+    """So tight that sequences stay where best fit has put them, which leaves a rank without any."""
+    lengths = [7] * 3 + [6] * 4 + [5] * 4 + [4] * 16 + [3] * 24 + [2] * 13
+    tokens = tokens_of(pack_step(lengths, 12, ranks), lengths)
+    assert tokens.size * 12 > sum(lengths) == tokens.sum() and 0 < tokens.min() <= tokens.max() <= 12
+
+
 def test_long_sequences_share_a_micro_batch():
     """Where the long ones fill a micro-batch on some ranks, the others get as many tokens there, not the average."""
     lengths = [1] * 120 + [60, 60]

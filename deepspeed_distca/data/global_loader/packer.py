@@ -167,7 +167,7 @@ class GlobalPacker:
 
 
 class _Choice:
-    """Finds lengths, the first ones in order, that add up to a sum."""
+    """Finds lengths, of which there are some, the first ones in order, that add up to a sum."""
 
     def __init__(self, lengths: list[int]) -> None:
         self._first = {length: index for index, length in reversed(list(enumerate(lengths)))}
@@ -182,8 +182,6 @@ class _Choice:
 
     def two(self, total: int) -> tuple[int, ...]:
         """The indices of two lengths, or nothing."""
-        if not len(self._lengths):
-            return ()
         wanted = total - self._lengths
         at = np.minimum(np.searchsorted(self._sorted, wanted), len(wanted) - 1)
         other = self._order[at]

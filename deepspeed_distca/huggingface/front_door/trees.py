@@ -128,10 +128,11 @@ def check_targets(arguments: Mapping[str, Any], layout: Layout, rank: int, contr
         row, ends = first[document], _ends(branches)
         following: dict[int, set[int]] = {}
         for begin, _, parent in branches:
-            following.setdefault(parent, set()).add(int(ids[row + begin]))
+            if parent >= 0:
+                following.setdefault(parent, set()).add(int(ids[row + begin]))
         for parent, tokens in following.items():
-            last = row + ends[parent] - 1 if parent >= 0 else 0
-            if parent >= 0 and len(tokens) > 1 and targets[last] != IGNORE_INDEX:
+            last = row + ends[parent] - 1
+            if len(tokens) > 1 and targets[last] != IGNORE_INDEX:
                 raise BatchError(
                     f"token {last} has the target {int(targets[last])}, but the branches that go on from it begin "
                     f"with {sorted(tokens)[:8]}. A token has one target: let each branch begin with a copy of the "

@@ -94,7 +94,7 @@ def pieces_of(
     """Documents, given as (document, length), after the overflow policy; empty ones are left out.
 
     Raises:
-        ValueError: a negative length, or more tokens than `most` with "error"; `limit` says there what to change.
+        ValueError: more tokens than `most` with "error"; `limit` says there what to change.
     """
     for document, length in documents:
         if 0 < length <= most:
@@ -102,8 +102,6 @@ def pieces_of(
             yield Piece(document, 0, length)
         elif length == 0:
             counts.empty_documents += 1
-        elif length < 0:
-            raise ValueError(f"document {document}: its length must not be negative, got {length}")
         elif overflow == "error":
             raise ValueError(f'document {document} has {length} tokens, {limit}, or choose overflow="split" or "drop"')
         elif overflow == "drop":

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import nsmallest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,30 +41,22 @@ Piece = tuple[int, int, int, int]
 
 
 class Move(NamedTuple):
-    """Queries [start, end) of a piece to a server; moves sort by what they cost, then by place.
+    """Queries [start, end) of a piece to a server.
 
     Attributes:
-        score: what is compared first: less is better.
+        order: of two moves the one with the lesser is better: what it costs, then its place.
         relief, cost: by how much the giver's load falls and the server's rises.
         rows: query and key/value rows that the server will receive.
     """
 
-    score: Any
+    order: tuple[int, ...]
     server: int
-    minus_end: int
-    minus_start: int
+    start: int
+    end: int
     piece: Piece
     relief: int
     cost: int
     rows: int
-
-    @property
-    def start(self) -> int:
-        return -self.minus_start
-
-    @property
-    def end(self) -> int:
-        return -self.minus_end
 
 
 class Moves:
@@ -231,7 +223,7 @@ class Moves:
                 terms = self._terms(server, piece, start, end, (0, 0))
                 if terms is None:
                     break
-                self._take(giver, Move(0, server, -end, -start, piece, *terms))
+                self._take(giver, Move((), server, start, end, piece, *terms))
                 continue
             # A document that nobody has seen any part of needs no book-keeping.
             rows = end + self._documents.full.get(document, end)
@@ -332,9 +324,9 @@ class Moves:
             if terms is not None:
                 relief, cost, rows = terms
                 transfers = (b - a) * self._q_cost + (rows - (b - a)) * self._kv_cost
-                score = ((transfers + cost - relief) << 20) // min(relief, wanted)
-                if best is None or (score, server, -b, -a) < best[:4]:
-                    best = Move(score, server, -b, -a, piece, relief, cost, rows)
+                order = ((transfers + cost - relief) << 20) // min(relief, wanted), server, -b, -a
+                if best is None or order < best.order:
+                    best = Move(order, server, a, b, piece, relief, cost, rows)
         return best
 
     def _terms(
@@ -493,7 +485,7 @@ class Moves:
                     relief, cost, rows = terms
                     after = 0 if self._over(server) + cost <= 0 else relative(server, loads[server] + cost)
                     price = (b - a) * self._q_cost + (rows - (b - a)) * self._kv_cost + cost
-                    move = Move((after, price), server, -b, -a, piece, relief, cost, rows)
-                    if best is None or move[:4] < best[:4]:
-                        best = move
+                    order = after, price, server, -b, -a
+                    if best is None or order < best.order:
+                        best = Move(order, server, a, b, piece, relief, cost, rows)
         return best

@@ -106,7 +106,7 @@ class GlobalPacker:
         """Packs of the groups in turn, none of them empty.
 
         Raises:
-            ValueError: a negative length, or a document that is too long with overflow "error".
+            ValueError: a document that is too long with overflow "error".
         """
         limit = f"the ranks that share it hold {self.longest} together; raise tokens_per_rank, use more ranks"
         source = pieces_of(documents, self.longest, self.overflow, self.counts, limit)

@@ -136,5 +136,3 @@ def test_wrong_options() -> None:
     ):
         with pytest.raises(ValueError, match="budget|must be"):
             GlobalPacker(**options)
-    with pytest.raises(ValueError, match="must not be negative"):
-        list(GlobalPacker([5]).packs([(0, -1)]))

@@ -153,9 +153,9 @@ class Moves:
         over = self._loads[server] - self._limits[server]
         return over + self._wanted_room.get(server, 0) if self._wanted_room else over
 
-    def _relative_with(self, cost: int, server: int) -> int:
-        """See :meth:`Shares.relative`, with so much more."""
-        return self._shares.relative(server, self._loads[server] + cost)
+    def _relative(self, server: int, more: int = 0) -> int:
+        """See :meth:`Shares.relative`, with so much more than its load."""
+        return self._shares.relative(server, self._loads[server] + more)
 
     # -- filling rooms ------------------------------------------------------------------------------------------
 
@@ -426,10 +426,10 @@ class Moves:
         """Shards from servers above their limit to others, which give away of their own for it where that can be cut
         finer, as long as that lowers the larger of the two relative loads. A shard's taker takes all that it has room
         for: another one would need the document's keys as well."""
-        relative, loads = self._shares.relative, self._loads
         stuck: set[int] = set()
-        for _ in range(_LEVELLING * len(loads)):
-            over = [(relative(r, load), -r) for r, load in enumerate(loads) if r not in stuck and self._over(r) > 0]
+        servers = range(len(self._loads))
+        for _ in range(_LEVELLING * len(servers)):
+            over = [(self._relative(s), -s) for s in servers if s not in stuck and self._over(s) > 0]
             if not over:
                 return
             level, giver = max(over)
@@ -441,7 +441,7 @@ class Moves:
                 self._make_room(move.server, move.cost)
                 if move.piece not in self._own[giver]:
                     continue  # the giver gave of it as well
-                if relative(move.server, loads[move.server] + move.cost) < level:
+                if self._relative(move.server, move.cost) < level:
                     self._room[move.server] = -self._over(move.server)
                     more = self._better(None, move.server, move.piece, self._over(giver))
                     self._take(giver, more if more is not None and more.relief > move.relief else move)
@@ -460,7 +460,7 @@ class Moves:
 
     def _shard_of(self, giver: int) -> Move | None:
         """The best move of one shard: the cheapest that fits, or else the one that loads its server least."""
-        relative, loads, weights = self._shares.relative, self._loads, self._shares.weights
+        loads, weights = self._loads, self._shares.weights
         takers = [s for s in range(len(loads)) if s != giver and weights[s]]
         if self._cap is None and takers and self._shares.are_equal:
             takers = [min(takers, key=lambda s: loads[s])]
@@ -470,12 +470,12 @@ class Moves:
             cuts = self._cuts.of(document)
             lowest, highest = cuts.limits(start, end, self._shard)
             holders = [s for s in self._holdings.servers(document) if s != giver and weights[s]]
-            holders = nsmallest(_HOLDERS, holders, key=lambda s: relative(s, loads[s]))
+            holders = nsmallest(_HOLDERS, holders, key=self._relative)
             shards = [(start, lowest), (highest, end)] if lowest <= highest else [(start, end)]
             if self._cap is None and not self._shares.are_equal:
                 # A fast server may end up less loaded than an emptier slow one: the load with the shard counts.
                 sizes = [cuts.cost(a, b) for a, b in shards]
-                takers = [min(everyone, key=partial(self._relative_with, size)) for size in sizes if everyone]
+                takers = [min(everyone, key=partial(self._relative, more=size)) for size in sizes if everyone]
             for server in dict.fromkeys([*takers, *holders]):
                 savings = self._savings(server, piece)
                 for a, b in shards:
@@ -483,7 +483,7 @@ class Moves:
                     if terms is None:
                         continue
                     relief, cost, rows = terms
-                    after = 0 if self._over(server) + cost <= 0 else relative(server, loads[server] + cost)
+                    after = 0 if self._over(server) + cost <= 0 else self._relative(server, cost)
                     price = (b - a) * self._q_cost + (rows - (b - a)) * self._kv_cost + cost
                     order = after, price, server, -b, -a
                     if best is None or order < best.order:

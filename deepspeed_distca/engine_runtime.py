@@ -198,10 +198,9 @@ class Runtime:
             self,
             contract=contract,
             weight_loss=config.token_weighted_loss,
-            keep_attention=config.keep_attention is not False,
         )
         self._kept_layers = KeptLayers(
-            len(modules),
+            0 if config.keep_attention is False else len(modules),
             replace(heads, element_size=attention_dtype(engine).itemsize).return_bytes,
             lambda: engine.global_steps - engine.skipped_steps,
             # Whoever has decided it needs no memory to be known.

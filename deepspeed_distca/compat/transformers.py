@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
-
-from torch import nn
 
 from deepspeed_distca.compat import private
 
@@ -41,13 +38,3 @@ def has_recurrent_state(model: PreTrainedModel) -> bool:
     """Whether a model carries a state from token to token beside attention's keys and values. generate() asks the
     same."""
     return getattr(model, "_is_stateful", False)
-
-
-@private("transformers.modeling_layers: self._gradient_checkpointing_func(", need="ping_pong")
-def recomputes_reentrantly(module: nn.Module) -> bool:
-    """Whether a module's activation checkpointing is on and reentrant. What was given to
-    ``gradient_checkpointing_enable`` is kept in no other place."""
-    function = getattr(module, "_gradient_checkpointing_func", None)
-    if not getattr(module, "gradient_checkpointing", False) or not isinstance(function, partial):
-        return False
-    return bool(function.keywords.get("use_reentrant"))

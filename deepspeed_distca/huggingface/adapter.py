@@ -123,7 +123,6 @@ class DecoderHooks:
         contract: how the model reads its arguments.
         weight_loss: divide the model's summed loss by the divisor that comes with a plan, unless the caller gave
             ``num_items_in_batch`` himself.
-        keep_attention: recomputation does not repeat core attention, of as many layers as ranks agree on.
     """
 
     def __init__(
@@ -135,9 +134,7 @@ class DecoderHooks:
         *,
         contract: Contract,
         weight_loss: bool,
-        keep_attention: bool,
     ) -> None:
-        self._keep_attention = keep_attention
         self._model, self._modules, self._planner, self._weight_loss = model, modules, planner, weight_loss
         self._windows = dict(zip(modules, windows, strict=True))
         self._own_configuration()
@@ -220,7 +217,7 @@ class DecoderHooks:
             for key in _OPTIONAL - self._signature.parameters.keys():
                 kwargs.pop(key, None)
         kwargs[PLAN] = plan
-        if isinstance(plan, PlanRequest) and self._keep_attention:
+        if isinstance(plan, PlanRequest):
             kwargs[KEPT] = running.kept = KeptAttention(lambda: plan.kept_layers)
         if looked_at:
             witness = FirstForward(model, self._windows, kwargs.get("position_ids"))

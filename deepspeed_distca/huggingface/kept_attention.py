@@ -32,10 +32,14 @@ class KeptAttention:
             rows need the same.
         always: keep that of every layer, and have it for every further call. For pipelines, whose stages do not
             recompute at the same time: a layer that exchanged rows again would find nobody there.
+
+    Attributes:
+        reentrant: gradients were off in some layer, as they are in a reentrant checkpoint.
     """
 
     def __init__(self, limit: Callable[[], int] | None = None, *, always: bool = False) -> None:
         self._limit, self._always = limit, always
+        self.reentrant = False
         self._keeps: dict[nn.Module, bool] = {}  # by layer that is recomputed
         #: By attention module and nano-batch, from the first call on; None: there is nothing (any more) to be used.
         self._kept: dict[tuple[nn.Module, int | None], _Kept | None] = {}
@@ -81,6 +85,7 @@ class KeptAttention:
                 return plan.attend(q, k, v, spec, kept.result() if kept else None)
             again = key in self._kept
             out, lse = plan.attend(q, k, v, spec, None)
+            self.reentrant |= not torch.is_grad_enabled()
             # Of a module that was called twice nobody could tell which call is recomputed.
             recomputed = in_checkpoint() and not again
             keep = self._always or (recomputed and self._has_room(module))

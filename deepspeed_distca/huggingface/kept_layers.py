@@ -53,10 +53,10 @@ class KeptLayers:
     """One rank's number of layers, micro-batch by micro-batch.
 
     Args:
-        layers: attention layers of the model.
+        layers: attention layers of the model; 0: none is ever kept.
         token_bytes: bytes that a kept layer takes for each token: out and lse.
         steps: called for the number of optimizer steps taken.
-        memory: called for the device's memory; None: it is not known, and every layer is kept.
+        memory: called for the device's memory; None: it is not known, and all of them are kept.
 
     Attributes:
         measured: whether the number comes from the device's memory by now.

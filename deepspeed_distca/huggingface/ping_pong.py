@@ -23,15 +23,18 @@ from transformers.utils import ModelOutput
 from deepspeed_distca.attention_server.nano_batches import NanoPair
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.step_plan import StepPlan
-from deepspeed_distca.compat.transformers import recomputes_reentrantly
 from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS, UnsupportedModelError
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.decoders import base_of
-from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.row_rope import row_rules
 from deepspeed_distca.huggingface.turns import Turns
 
 _OTHERWISE = 'Set `distca.overlap` to "local_first"'
+_REENTRANT = (
+    "reentrant activation checkpointing cannot be combined with two nano-batches: it computes gradients of parameters "
+    "once for each. Checkpoint by transformers or torch with use_reentrant=False (gradient_checkpointing_kwargs={"
+    '"use_reentrant": False}), or set `distca.overlap` to "local_first"'
+)
 
 
 class PingPong:
@@ -119,6 +122,8 @@ class PingPong:
         self.split = halves_plan is not None
         if halves_plan is None:
             output = self._forward(*args, **kwargs)
+            if bound[KEPT].reentrant:
+                self._refused(UnsupportedModelError(_REENTRANT))
             self._seen = True
             return output
         kwargs = bound
@@ -131,27 +136,28 @@ class PingPong:
         return _merge(outputs, planned, (batch, tokens))
 
     def _try(self, kwargs: dict[str, Any]) -> None:
-        """Whether micro-batches like this one can be divided."""
+        """Whether micro-batches like this one can be divided; where that was asked for, the first one that is will
+        tell."""
+        if self._asked:
+            return
+        rows = self._rows(kwargs)
         try:
-            _refuse_reentrant(self.base)
-            if not self._asked:
-                rows = self._rows(kwargs)
-                self._halves(kwargs, rows, rows.shape[0] * rows.shape[1] // 2)
+            self._halves(kwargs, rows, rows.shape[0] * rows.shape[1] // 2)
         except UnsupportedModelError as error:
-            if self._asked:
-                raise
-            self.problem = str(error)
+            self._refused(error)
+
+    def _refused(self, error: UnsupportedModelError) -> None:
+        if self._asked:
+            raise error
+        self.problem = str(error)
 
     def _both(self, halves: tuple[dict, dict], plan: StepPlan, device: torch.device) -> tuple[Any, Any]:
         turns = Turns(device)
         pair = NanoPair(plan, self._hand_over(turns))
-        # A nano-batch cannot be recomputed without the other one's keys, whether or not results are kept.
-        kept = halves[0].get(KEPT)
-        kept = KeptAttention(lambda: 0) if kept is None else kept
 
         def run(nano: int) -> Any:
             self.running = nano
-            output = self._forward(**{**halves[nano], PLAN: pair.plans[nano], KEPT: kept})
+            output = self._forward(**{**halves[nano], PLAN: pair.plans[nano]})
             return output if nano else _map(output, iter(pair.close(_floating(output))))
 
         try:
@@ -243,13 +249,3 @@ def _map(output: Any, tensors: Any) -> Any:
     if isinstance(output, ModelOutput):
         return type(output)(**{key: _map(value, tensors) for key, value in output.items()})
     return type(output)(_map(v, tensors) for v in output) if isinstance(output, tuple | list) else output
-
-
-def _refuse_reentrant(model: nn.Module) -> None:
-    for module in model.modules():
-        if recomputes_reentrantly(module):
-            raise UnsupportedModelError(
-                "reentrant activation checkpointing cannot be combined with two nano-batches: it computes gradients "
-                'of parameters once for each. Set gradient_checkpointing_kwargs={"use_reentrant": False}, or '
-                '`distca.overlap` to "local_first"'
-            )

@@ -37,7 +37,15 @@ from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.topology import Topology
 from tests.distributed import model_families, models_worker
 from tests.distributed.core_attention_worker import compare
-from tests.distributed.engine_worker import counting, documents_of, ds_config, kept, reference, tiny_llama
+from tests.distributed.engine_worker import (
+    counting,
+    documents_of,
+    ds_config,
+    enable_checkpointing,
+    kept,
+    reference,
+    tiny_llama,
+)
 from tests.distributed.operation_order import recorded
 from tests.distributed.random_plans import random_layout, random_tasks
 
@@ -129,7 +137,7 @@ def train_once(
     layouts: list,
     *,
     zero: int = 1,
-    checkpointing: bool = False,
+    checkpointing: bool | str = False,
     seed: int = 0,
     frozen: str = "",
     model: dict | None = None,
@@ -147,6 +155,7 @@ def train_once(
         model: options of the model's configuration.
         servers: of a group, if not all ranks.
         block: further options of the plugin's.
+        checkpointing: whether, or how ("reentrant", "deepspeed").
         unable: ranks that find that they cannot run two nano-batches.
         compiled: engine.compile() comes after so many forwards.
         room: there is memory to keep the attention of so many layers.
@@ -220,7 +229,7 @@ def full_gradients(engine, names: set[str]) -> dict[str, torch.Tensor]:
 def engine_of(
     zero: int,
     accumulation: int = 1,
-    checkpointing: bool = False,
+    checkpointing: bool | str = False,
     seed: int = 0,
     frozen: str = "",
     options=None,
@@ -230,8 +239,7 @@ def engine_of(
     llama = tiny_llama(seed, **(options or {}))
     for name, parameter in llama.named_parameters():
         parameter.requires_grad_(not frozen or frozen not in name)
-    if checkpointing:
-        llama.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(llama, {False: "off", True: "non-reentrant"}.get(checkpointing, checkpointing))
     config = ds_config(zero, accumulation, {"advanced": {"granularity": 8}, "overlap": "ping_pong", **block}, lr=0.0)
     if zero == 3:
         config["zero_optimization"] |= dict.fromkeys(
@@ -293,15 +301,10 @@ def refusals() -> dict:
     batch = packed_batch([[100], [20, 30, 50]][rank])
     found = {}
 
-    engine = engine_of(1)
-    engine.module.gradient_checkpointing_enable({"use_reentrant": True})
+    engine = engine_of(1, checkpointing="reentrant")
     found["reentrant"] = _refused(engine, batch)
 
-    engine = engine_of(1, checkpointing=True)
-    for layer in engine.module.model.layers:
-        layer._gradient_checkpointing_func = deepspeed.checkpointing.checkpoint
-    engine.backward(engine(**batch).loss)  # whole: nothing is wrong with it
-    engine.step()
+    engine = engine_of(1, checkpointing="deepspeed")
     found["deepspeed"] = _refused(engine, batch)
 
     pipeline = object.__new__(PipelineEngine)  # as far as it is looked at

@@ -74,7 +74,7 @@ def test_exact_where_attention_is_computed_again(zero: int) -> None:
     long = [[[0, 0, 61], [1, 0, 5]], [[0, 61, 60], [2, 0, 1]]]
     layouts = [*LAYOUTS.values(), long]
     cases = [
-        *(dict(layouts=[layout], block={"keep_attention": False}, room=2) for layout in layouts),
+        *(dict(layouts=[layout], block={"keep_attention": False}) for layout in layouts),
         *(dict(layouts=layouts[i : i + 3], room=room) for i, room in ((0, 0), (3, 1), (6, 1))),
     ]
     cases = [dict(**case, zero=zero, checkpointing=True, seed=i) for i, case in enumerate(cases)]
@@ -170,6 +170,7 @@ def test_not_chosen_where_it_would_not_do() -> None:
     cases: list[dict] = [
         dict(layouts=[OVER_NODES], block={**NODES, "advanced": {"granularity": 8}}),  # one node
         dict(layouts=[OVER_NODES], block={**NODES, "overlap": "local_first"}),
+        *(dict(layouts=[OVER_NODES], checkpointing=how, block=NODES) for how in ("reentrant", "deepspeed")),
         dict(layouts=[OVER_NODES], model={"rope_parameters": rope}, block=NODES),
         dict(layouts=[OVER_NODES], unable=[2], block=NODES),  # of one rank, and so of all
         dict(layouts=[OVER_NODES], zero=3, compiled=0, block=NODES),
@@ -243,7 +244,7 @@ def test_zero_3_keeps_its_trace_and_frees_parameters(checkpointing: bool) -> Non
 
 def test_what_cannot_be_combined_is_refused_and_hooks_come_off() -> None:
     for found in run_ranks(WORKER + "refusals", 2):
-        assert "use_reentrant" in found["reentrant"] and "use_reentrant=False" in found["deepspeed"]
+        assert "use_reentrant=False" in found["reentrant"] and "use_reentrant=False" in found["deepspeed"]
         assert '"longrope"' in found["longrope"] and "distca.overlap" in found["longrope"]
         assert "pipeline stages" in found["pipeline"]
         assert "leaf module" in found["leaf"] and '"classes": []' in found["leaf"]

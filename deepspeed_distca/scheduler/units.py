@@ -43,7 +43,8 @@ class Units:
         LayoutError: trees whose texts are longer than the window; ``Layout.for_window`` has them apart.
         """
         self.pieces, self.window, self.full = layout.pieces, window, dict[int, int]()
-        self._document = self._q_shift = self._k_shift = self._keys = np.zeros(0, dtype=np.int64)
+        # Of each unit: document, first query, first key, how many keys, 0 for causal; none without trees.
+        self._where = np.zeros((0, 4), dtype=np.int64)
         if layout.has_trees:
             self._of_trees(layout)
 
@@ -60,32 +61,28 @@ class Units:
         plain = plain.copy()
         plain[:, PIECE_DOCUMENT] = number
         rank_of = dict(layout.segments[:, [DOCUMENT, RANK]].tolist())
-        # (document, first query, queries, first key, keys: 0 for causal)
-        places: list[tuple[int, int, int, int, int]] = []
+        where: list[tuple[int, int, int, int]] = [(i, 0, 0, 0) for i in ids.tolist()]
+        pieces: list[tuple[int, int, int, int]] = []
         below = _ends_of_subtrees(branches)
         for (document, start, length, _), end in zip(branches.tolist(), below, strict=True):
-            places.append((document, start, length, start, 0))
+            pieces.append((len(where), 0, length, rank_of[document]))
+            where.append((document, start, start, 0))
             if end > start + length:
-                places.append((document, start + length, end - start - length, start, length))
-        found = np.array(places, dtype=np.int64)
-        document, q_start, queries, k_start, keys = found.T
-        zeros = np.zeros(len(ids), dtype=np.int64)
-        self._document, self._keys = np.append(ids, document), np.append(zeros, keys)
-        self._q_shift, self._k_shift = np.append(zeros, q_start), np.append(zeros, k_start)
-        self.full = {len(ids) + int(i): int(keys[i]) for i in np.flatnonzero(keys)}
-        unit = len(ids) + np.arange(len(found))
-        home = np.array([rank_of[d] for d in document.tolist()], dtype=np.int64)
-        self.pieces = np.concatenate([plain, np.stack([unit, np.zeros_like(unit), queries, home], axis=1)])
+                pieces.append((len(where), 0, end - start - length, rank_of[document]))
+                where.append((document, start + length, start, length))
+        self._where = np.array(where, dtype=np.int64)
+        self.full = {unit: keys for unit, (_, _, _, keys) in enumerate(where) if keys}
+        self.pieces = np.concatenate([plain, np.array(pieces, dtype=np.int64)])
 
     def places(self, unit: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, ...]:
         """Document, first and last query and first and last key, in rows of the document, of queries [start, end) of
         units; int64 like the arguments [n] each. Ends are exclusive."""
-        if not len(self._document):
+        if not len(self._where):
             return unit, start, end, key_start(start, self.window), end
-        keys, q_shift, k_shift = self._keys[unit], self._q_shift[unit], self._k_shift[unit]
+        document, q_shift, k_shift, keys = self._where[unit].T
         full = keys > 0
         k_start = k_shift + np.where(full, 0, key_start(start, self.window))
-        return self._document[unit], q_shift + start, q_shift + end, k_start, k_shift + np.where(full, keys, end)
+        return document, q_shift + start, q_shift + end, k_start, k_shift + np.where(full, keys, end)
 
     def costs(self, ranges: np.ndarray, cost: CostModel, phase: Phase) -> np.ndarray:
         """Of queries [start, end) of units, each range as one task; int64 [n].
@@ -100,7 +97,7 @@ class Units:
         causal = cost.cost(start, end, key_start(start, self.window), self.window, phase)
         if not self.full:
             return causal
-        keys = self._keys[unit]
+        keys = self._where[unit, 3]
         return np.where(keys > 0, cost.full(end - start, keys, phase), causal)
 
 

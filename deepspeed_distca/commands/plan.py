@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_distca.cli import UsageError
-from deepspeed_distca.commands.shared import MAX_RANKS, write_html
+from deepspeed_distca.commands.shared import MAX_RANKS, integer_list, write_html
 from deepspeed_distca.defaults import GRANULARITY, MIN_GAIN, TOLERANCE
 from deepspeed_distca.given import shown
 from deepspeed_distca.layout import Layout
@@ -59,7 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--min-shard-tokens", type=int, help="query rows below which nothing is cut (a granule)")
     parser.add_argument("--max-received-rows", type=int, help="cap on query + key/value rows a server receives (none)")
-    parser.add_argument("--server-weights", metavar="W,W,...", help="relative speeds of the servers, integers (equal)")
+    parser.add_argument(
+        "--server-weights",
+        type=integer_list,
+        metavar="W,W,...",
+        help="relative speeds of the servers, integers (equal)",
+    )
     parser.add_argument(
         "--min-gain",
         type=float,
@@ -91,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             min_shard_tokens=arguments.min_shard_tokens,
             granularity=arguments.granularity,
             window=arguments.window,
-            server_weights=_weights(arguments.server_weights),
+            server_weights=arguments.server_weights,
             max_received_rows=arguments.max_received_rows,
         )
         milliseconds = (time.perf_counter() - start) * 1e3
@@ -144,12 +149,11 @@ def _in_training(arguments: argparse.Namespace, layout: Layout, cost: CostModel)
         num_key_value_heads=heads.key_value,
         head_dim=heads.head_dim,
     )
-    weights = _weights(arguments.server_weights)
     options = PlanOptions(
         arguments.tolerance,
         arguments.granularity,
         arguments.max_received_rows,
-        None if weights is None else tuple(weights),
+        None if arguments.server_weights is None else tuple(arguments.server_weights),
         arguments.min_gain,
         linear_flops(sizes),
     )
@@ -191,15 +195,6 @@ def _read_layout(source: str) -> tuple[Layout, Heads]:
         return Layout.from_ranks(given["ranks"]).validate(), Heads.from_dict(given["heads"])
     except (ValueError, OverflowError) as error:
         raise UsageError(f"{where}: {error}") from error
-
-
-def _weights(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--server-weights must be integers with commas between them, got {text[:80]!r}") from error
 
 
 def _rows(report: dict[str, Any]) -> list[list[str]]:

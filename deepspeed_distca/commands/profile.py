@@ -8,6 +8,7 @@ import datetime
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from deepspeed_distca.attention_server.kernels import Kernel, KernelError
 from deepspeed_distca.attention_server.kernels.libraries import distribution_version
 from deepspeed_distca.attention_server.setting import DTYPES, setting_of
 from deepspeed_distca.cli import UsageError
-from deepspeed_distca.commands.shared import positive_int
+from deepspeed_distca.commands.shared import integer_list, positive_int
 from deepspeed_distca.cost_choice import choose_kernel
 from deepspeed_distca.profiling.link import measure_link, partners_of, sizes_for
 from deepspeed_distca.profiling.measure import KernelBench, Measured, limits_for, limits_of, measure
@@ -47,7 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--value-dim", type=int, help="elements of a value head (as --head-dim)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--kernel", help="name of an attention kernel (the best that is installed and fits)")
-    parser.add_argument("--windows", metavar="W,W,...", help="windows to measure beside full causal attention (none)")
+    parser.add_argument(
+        "--windows",
+        type=partial(integer_list, low=1),
+        metavar="W,W,...",
+        help="windows to measure beside full causal attention (none)",
+    )
     parser.add_argument("--device", help="cuda, cuda:1, cpu (a GPU where there is one)")
     parser.add_argument("--budget-seconds", type=_positive, help="time for measuring the kernel (30; --quick: 5)")
     parser.add_argument("--tokens", type=positive_int, help="the longest document measured (as the budget allows)")
@@ -69,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: options, a device or a kernel that cannot be used.
     """
     heads = _heads(arguments)
-    windows = _windows(arguments.windows)
+    windows: list[int | None] = [None, *sorted({*(arguments.windows or ())})]
     ranks, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(arguments.device, local_rank)
     dtype = DTYPES[arguments.dtype]
@@ -199,19 +205,6 @@ def _heads(arguments: argparse.Namespace) -> Heads:
         return Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.value_dim, size)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _windows(text: str | None) -> list[int | None]:
-    """None, full causal attention, and the windows of the option."""
-    if text is None:
-        return [None]
-    try:
-        sizes = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        sizes = [0]
-    if sizes[0] < 1:
-        raise UsageError(f"--windows must be integers of 1 or more with commas between them, got {text!r}")
-    return [None, *sizes]
 
 
 def _device(name: str | None, local_rank: int) -> torch.device:

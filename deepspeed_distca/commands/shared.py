@@ -55,6 +55,18 @@ def positive_int(text: str) -> int:
     return value
 
 
+def integer_list(text: str, low: int | None = None) -> list[int]:
+    """Of an option: integers with commas between them, none below `low`."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or (low is not None and min(found) < low):
+        kind = "integers" if low is None else f"integers of {low} or more"
+        raise argparse.ArgumentTypeError(f"must be {kind} with commas between them, got {text[:80]!r}")
+    return found
+
+
 @contextmanager
 def one_line(file: Path | str) -> Iterator[None]:
     """What is wrong with documents, a model or a layout of ranks is an error of the command line.

@@ -10,6 +10,11 @@ import numpy as np
 from deepspeed_distca.layout import LayoutError
 
 
+def on_host(value: Any) -> bool:
+    """Whether it can be read without waiting for a device."""
+    return getattr(getattr(value, "device", None), "type", "cpu") == "cpu"
+
+
 def integers(name: str, given: Any) -> np.ndarray:
     """int64 of a list, an array or a tensor; one on a device is waited for.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_distca.data.integers import integers
+from deepspeed_distca.data.integers import integers, on_host
 from deepspeed_distca.layout import LayoutError
 
 NAME = "packed_seq_params"
@@ -42,13 +42,9 @@ def fields(params: Any) -> dict[str, Any]:
         raise LayoutError(
             f"{NAME} ({type(params).__name__}) has neither cu_seqlens_q nor cu_seqlens_kv; give it one of them"
         )
-    if not all(_on_device(value) for value in found.values()):  # lengths without their spaces would be misread
-        found = {key: value.cpu() if _on_device(value) else value for key, value in found.items()}
+    if any(map(on_host, found.values())):  # lengths without their spaces would be misread
+        found = {key: value if on_host(value) else value.cpu() for key, value in found.items()}
     return found
-
-
-def _on_device(value: Any) -> bool:
-    return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"
 
 
 def stored(name: str, lengths: Any, spaces: Any, end: int) -> tuple[np.ndarray, np.ndarray]:

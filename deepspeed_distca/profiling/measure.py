@@ -90,7 +90,7 @@ class KernelBench:
 
     def __init__(self, kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device, limits: Limits) -> None:
         self.kernel, self.heads, self.dtype, self.device = kernel, heads, dtype, device
-        self._stopwatch = Stopwatch(device, dtype)
+        self.stopwatch = Stopwatch(device, dtype)
         value_dim = heads.value_dim or heads.head_dim
 
         def normal(rows: int, count: int, dim: int) -> torch.Tensor:
@@ -106,20 +106,15 @@ class KernelBench:
         self._out = torch.empty_like(self._dout)
         self._lse = torch.empty(heads.query * limits.longest, device=device, dtype=torch.float32)
 
-    @property
-    def linear_rate(self) -> int:
-        """See :class:`Stopwatch`."""
-        return self._stopwatch.linear_rate
-
     def start(self, shape: Shape) -> dict[Phase, Callable[[], float]]:
         """One forward and one backward call, by phase; the seconds of each are read afterwards (Stopwatch.start)."""
         tasks, spec = shape.tasks, AttentionSpec(self.heads.head_dim**-0.5, shape.window)
         q, dout, dq, out = (x[: tasks.q_rows] for x in (self._q, self._dout, self._dq, self._out))
         k, v, dk, dv = (x[: tasks.k_rows] for x in (self._k, self._v, self._dk, self._dv))
         lse = self._lse[: self.heads.query * tasks.q_rows].view(self.heads.query, -1)
-        forward = self._stopwatch.start(lambda: self.kernel.forward(q, k, v, tasks, spec, (out, lse)))
+        forward = self.stopwatch.start(lambda: self.kernel.forward(q, k, v, tasks, spec, (out, lse)))
         inputs, grads = BackwardInputs(q, k, v, dout, lse, out), Gradients(dq, dk, dv)
-        backward = self._stopwatch.start(lambda: self.kernel.backward(inputs, tasks, spec, grads))
+        backward = self.stopwatch.start(lambda: self.kernel.backward(inputs, tasks, spec, grads))
         return {"forward": forward, "backward": backward}
 
     def seconds(self, shape: Shape) -> dict[Phase, float]:
@@ -170,7 +165,7 @@ def measure(bench: KernelBench, shapes: Sequence[Shape], budget: float) -> Measu
     # Other processes take a CPU's time and never give any: there the shortest time is the call's own.
     typical = min if bench.device.type == "cpu" else statistics.median
     seconds = {phase: [typical(x) for x in samples[phase]] for phase in PHASES}
-    return Measured(tuple(shapes), seconds, rounds, bench.linear_rate)
+    return Measured(tuple(shapes), seconds, rounds, bench.stopwatch.linear_rate)
 
 
 def limits_for(

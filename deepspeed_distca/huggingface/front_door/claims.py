@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from deepspeed_distca.data.claims import CUMULATIVE, descriptions_of, read_claims
+from deepspeed_distca.data.integers import on_host
 from deepspeed_distca.huggingface.front_door.trees import check_descriptions
-from deepspeed_distca.huggingface.front_door.values import on_host, tokens_of
+from deepspeed_distca.huggingface.front_door.values import tokens_of
 from deepspeed_distca.layout import RANK, START, Layout, LayoutError
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from deepspeed_distca.data.from_layout import IGNORE_INDEX
+from deepspeed_distca.data.integers import on_host
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.front_door.values import (
     MAX_TARGETS,
     BatchError,
     Limits,
     check_labels,
-    on_host,
     shape_of,
     whole_number,
 )

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from deepspeed_distca.data.from_layout import IGNORE_INDEX
-from deepspeed_distca.data.integers import integers
+from deepspeed_distca.data.integers import integers, on_host
 from deepspeed_distca.huggingface.contract import Contract
-from deepspeed_distca.huggingface.front_door.values import BatchError, on_host
+from deepspeed_distca.huggingface.front_door.values import BatchError
 from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, Layout, LayoutError
 from deepspeed_distca.trees import Branch, by_document, lengths_of_texts
 

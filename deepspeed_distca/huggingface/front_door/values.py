@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_distca.data.from_layout import IGNORE_INDEX
+from deepspeed_distca.data.integers import on_host
 from deepspeed_distca.given import integer
 
 #: Counts travel as int64 and are added up over ranks.
@@ -105,10 +106,6 @@ def whole_number(name: str, value: Any, most: int) -> int:
         return integer(name, value, 0, most)
     except ValueError as error:
         raise BatchError(str(error)) from None
-
-
-def on_host(value: Any) -> bool:
-    return not torch.is_tensor(value) or value.device.type == "cpu"
 
 
 def digest_of(ids: Any) -> int:

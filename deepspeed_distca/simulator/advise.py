@@ -121,13 +121,10 @@ def advise(
         why = f"leave it out: {gain}, but moving rows costs as much; more than {tokens} tokens a rank may change that"
     block, overlap = {"enabled": True}, training.overlap(ranks, tokens)
     note = _NODES if ranks > NODE and training.options.nodes is None else ""
-    if pays and training.checkpointing and training.options.nodes is not None:
-        gib = f"{training.memory(ranks, tokens, kept=True) / 2**30:.0f} GiB of a rank by estimate"
-        if overlap == "ping_pong":
-            block["keep_attention"] = True
-            note = f'without `keep_attention` true, which needs {gib}, `overlap` would be "local_first"'
-        else:
-            note = f'`overlap` "ping_pong", which keeps attention of all checkpointed layers, would need {gib}'
+    kept, layers = training.kept(ranks, tokens), training.model.layers
+    if pays and kept < layers:
+        memory = f"there is memory, by estimate, to keep core attention of {kept} of {layers} checkpointed layers"
+        note = "; ".join(filter(None, [note, f"{memory}, and that of the others is repeated in backward"]))
     return Advice(
         described(lengths),
         len(found),

@@ -80,7 +80,14 @@ def outcomes(
         *best("Ulysses", by_heads, [d for d in degrees if d > 1 and heads % d == 0]),
         _ours(training, OURS, batches),
         *([placed_step(training, batches)] if placed else []),
-        outcome(training, IDEAL, 1, [(evened(training, batch), tokens) for batch in batches], ranks, kept=True),
+        outcome(
+            training,
+            IDEAL,
+            1,
+            [(evened(training, batch), tokens) for batch in batches],
+            ranks,
+            kept=training.model.layers,
+        ),
     ]
 
 
@@ -134,7 +141,8 @@ def _ours(training: Training, name: str, batches: Sequence[Layout]) -> Outcome:
     if training.stages > 1:
         return _shared_by_all(training, name, batches)
     made = [(plugin(training, batch), int(batch.tokens.max())) for batch in batches]
-    return outcome(training, name, 1, made, batches[0].num_ranks, kept=True)
+    ranks = batches[0].num_ranks
+    return outcome(training, name, 1, made, ranks, kept=training.kept(ranks, max(most for _, most in made)))
 
 
 def placed_step(training: Training, batches: Sequence[Layout]) -> Outcome:
@@ -294,12 +302,12 @@ def _all_to_all(training: Training, size: float, degree: int) -> float:
 PARTS = ("linear layers", "attention", "uneven work", "exchange", "host, ZeRO", "pipeline", "output", "optimizer")
 
 
-def outcome(training: Training, name: str, degree: int, made: Made, ranks: int, *, kept: bool = False) -> Outcome:
+def outcome(training: Training, name: str, degree: int, made: Made, ranks: int, *, kept: int = 0) -> Outcome:
     """A policy's step from its micro-batches.
 
     Args:
         ranks: of a stage.
-        kept: whether checkpointing keeps attention's results.
+        kept: of how many layers checkpointing keeps attention's results.
     """
     stages, count = training.stages, len(made)
     tokens, end = max(most for _, most in made), training.end(ranks * stages)
@@ -345,5 +353,7 @@ def _shared_by_all(training: Training, name: str, batches: Sequence[Layout]) -> 
     parts = {**dict.fromkeys(PARTS, 0.0), **found, **own, "optimizer": training.end(ranks * stages)}
     parts["output"] /= stages
     parts["pipeline"] = total + parts["optimizer"] - sum(parts.values())
-    memory = training.memory(ranks * stages, tokens, kept=True, in_flight=min(len(batches), 2 * stages - 1))
+    memory = training.memory(
+        ranks * stages, tokens, kept=training.model.layers, in_flight=min(len(batches), 2 * stages - 1)
+    )
     return Outcome(name, 1, sum(parts.values()), parts, sent, tokens, memory, loads)

@@ -8,7 +8,7 @@ and what comes at its end. One number in it was fitted to measured steps, :data:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
 
@@ -122,24 +122,29 @@ class Training:
         return moved + OPTIMIZER_BYTES * mine / (replicas if self.zero else 1) / MEMORY_RATE
 
     def overlap(self, ranks: int, tokens: int) -> Literal["local_first", "ping_pong"]:
-        """The plugin's `overlap`, where it is left out: two nano-batches over nodes. Under checkpointing only with
-        memory for attention of all layers, which `"keep_attention": true` has to say; pipelines keep it anyway.
+        """The plugin's `overlap`, where it is left out: two nano-batches over nodes."""
+        return "local_first" if self.options.nodes is None else "ping_pong"
+
+    def kept(self, ranks: int, tokens: int) -> int:
+        """Of how many layers the plugin keeps attention under checkpointing, where `keep_attention` is left out: as
+        many as an H200 has memory for. Pipelines keep that of all.
 
         Args:
             tokens: of the rank with the most of them.
         """
-        if self.options.nodes is None or self.stages > 1:
-            return "local_first" if self.options.nodes is None else "ping_pong"
-        fits = self.memory(ranks, tokens, kept=True) <= (1 - FREE) * MEMORY
-        return "ping_pong" if fits or not self.checkpointing else "local_first"
+        layers = self.model.layers
+        if not self.checkpointing or self.stages > 1:
+            return layers
+        room = (1 - FREE) * MEMORY - self.memory(ranks, tokens, kept=0)
+        return max(0, min(layers, int(room // (tokens * self.model.heads.return_bytes))))
 
-    def memory(self, ranks: int, tokens: int, *, kept: bool, in_flight: int = 1) -> float:
+    def memory(self, ranks: int, tokens: int, *, kept: int, in_flight: int = 1) -> float:
         """Bytes of the fullest rank, an estimate: weights, gradients and the optimizer's states, what layers save for
         backward, and what one layer's backward or the logits need.
 
         Args:
             tokens: of a micro-batch.
-            kept: whether checkpointing keeps attention's results.
+            kept: of how many layers checkpointing keeps attention's results.
             in_flight: micro-batches whose layers wait for their backward.
         """
         model, mine, replicas = self.model, self.model.parameters / self.stages, ranks // self.stages
@@ -148,7 +153,7 @@ class Training:
         saved, heads = model.saved_bytes(self.liger), model.heads
         layer = saved
         if self.checkpointing:
-            layer = heads.element_size * model.hidden + (heads.return_bytes if kept else 0)
+            layer = heads.element_size * model.hidden + kept / model.layers * heads.return_bytes
         layers = model.layers / self.stages * layer * in_flight + (saved if self.checkpointing else 0)
         gathered = 4 * model.layer_parameters if self.zero == 3 else 0  # a layer's, and the next one's
         return states + gathered + tokens * (layers + model.workspace_bytes(self.liger))
@@ -233,7 +238,8 @@ def planner(
 def plugin(
     training: Training, layout: Layout, phases: tuple[Phase, ...] = PHASES, *, in_two: bool | None = None
 ) -> Loads:
-    """As training plans it by default; checkpointing does not repeat attention.
+    """As training plans it by default. Checkpointing repeats attention of layers of which it is not kept, without the
+    other nano-batch to hide under.
 
     Args:
         in_two: whether the micro-batch runs as two nano-batches; None: as the default is, where any row moves.
@@ -276,6 +282,25 @@ def plugin(
             sent=sizes.sum(axis=1),
             meets=True,
             extra=SEARCH + SEARCH_SEGMENT * len(layout.segments),
+        )
+    layers = training.model.layers
+    again = 1 - training.kept(layout.num_ranks, int(layout.tokens.max())) / layers if "backward" in phases else 0.0
+    for window in training.model.windows if again else ():
+        _, tasks, compiler = spread[window, "forward"]
+        load, attention = found[window, "backward"], tasks.loads / UNITS_PER_SECOND
+        waits, sent, host = 0.0, np.zeros(1), 0.0
+        if compiler.moves_rows:
+            whole = planner(training, layout, window, "forward", in_two=False)
+            waits = max(whole.seconds(compiler) - attention.max(), 0.0)
+            sent = sum(compiler.bytes_between(cost.heads, "forward")).sum(axis=1)
+            host = float(cost.moving_seconds("forward", int(compiler.messages("forward").max())))
+        found[window, "backward"] = replace(
+            load,
+            attention=load.attention + again * attention,
+            exposed=load.exposed + again * waits,
+            host=load.host + again * host,
+            sent=load.sent + again * sent,
+            meets=load.meets or compiler.moves_rows,
         )
     return found
 

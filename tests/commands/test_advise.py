@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -76,18 +75,19 @@ def test_the_text_says_what_to_do(advise) -> None:
     assert "leave it out" in out and "ds_config.json" not in out
 
 
-def test_the_block_keeps_attention_for_two_nano_batches(advise) -> None:
-    """Over nodes, under checkpointing, and only where there is memory for it."""
+def test_attention_of_how_many_layers_is_kept(advise) -> None:
+    """Under checkpointing, where there is not memory for all of them; over nodes in two nano-batches either way."""
     nodes = ("--node-size", "8", "--checkpointing")
-    out = advise(UNEVEN * 4, *nodes, "--liger", ranks=16)[1]
-    assert '"distca": {"enabled": true, "keep_attention": true}' in out and "with it, ping_pong" in out
-    assert re.search(r"without `keep_attention` true, which needs \d+ GiB .* `overlap` would be \"local_first\"", out)
-    one, less = (advise(UNEVEN * 4, *more, ranks=16)[1] for more in (("--checkpointing",), (*nodes, "--zero", "0")))
-    for out in (one, less):  # all states of an optimizer on each GPU leave none
-        assert '"distca": {"enabled": true}' in out and "keep_attention" not in out and "with it, local_first" in out
-    assert '`overlap` "ping_pong", which keeps' in less and '"ping_pong"' not in one
-    out = advise([4096] * 600, *nodes, ranks=16)[1]
-    assert "leave it out" in out and "keep" not in out
+    enough, short = (advise(UNEVEN * 4, *nodes, *more, ranks=16)[1] for more in (("--liger",), ("--zero", "0")))
+    for out in (enough, short):  # all states of an optimizer on each GPU leave no memory
+        assert '"distca": {"enabled": true}' in out and "with it, ping_pong" in out
+    assert "is memory" not in enough
+    assert "there is memory, by estimate, to keep core attention of 0 of 32 checkpointed layers" in short
+    one = advise(UNEVEN * 4, "--checkpointing", "--zero", "0", ranks=16)[1]
+    assert (
+        "node-size was not given" in one and "of 0 of 32 checkpointed layers" in one and "with it, local_first" in one
+    )
+    assert "memory" not in advise([4096] * 600, *nodes, "--zero", "0", ranks=16)[1]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -107,7 +107,9 @@ def test_a_step_is_the_sum_of_its_parts(checkpointing: bool) -> None:
         _, compiler = worth.spread(RouteCompiler(layout, worth.home.rows))
         plain += work + LAYERS * float(worth.home.loads.max()) / 1e15 * (1 + again)
         plugin += work + LAYERS * worth.seconds(compiler) + SEARCH + SEARCH_SEGMENT * 17
-    assert (found.plain, found.plugin) == pytest.approx((plain, plugin), rel=1e-9)
+        plugin += again * (LAYERS - training.kept(2, TOKENS)) * worth.seconds(compiler)
+    # Attention that is repeated has not its most where backward's has.
+    assert (found.plain, found.plugin) == pytest.approx((plain, plugin), rel=1e-3 if checkpointing else 1e-9)
     assert found.moves and found.balance == pytest.approx(1.86, abs=0.03)
 
 

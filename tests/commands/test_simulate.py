@@ -53,7 +53,7 @@ def test_it_says_with_which_overlap(simulate, tmp_path: Path) -> None:
     for more, overlap in (
         ((), "local_first"),
         (("--nodes", "2"), "ping_pong"),
-        (("--nodes", "2", "--stages", "2", "--micro-batches", "2"), "local_first"),
+        (("--nodes", "2", "--stages", "2", "--micro-batches", "2"), "ping_pong"),
     ):
         found = json.loads(simulate(LENGTHS, *more, "--json", "--html", str(report))[1])
         assert found["overlap"] == overlap

@@ -136,17 +136,39 @@ def test_parts_are_a_step_and_nothing_beats_the_ideal(more: dict) -> None:
 
 
 def test_over_nodes_the_plugin_runs_in_two_where_training_does() -> None:
-    """docs/nodes.md: not within a node; under checkpointing with memory for all attention."""
+    """docs/nodes.md: not within a node."""
     assert training(1).overlap(RANKS, TOKENS) == "local_first"
     assert training().overlap(RANKS, TOKENS) == "ping_pong"
     assert training(stages=2).overlap(RANKS, TOKENS) == "ping_pong"
     assert training(1, stages=2).overlap(RANKS, TOKENS) == "local_first"
-    kept = training(checkpointing=True)
-    most = int((1 - FREE) * MEMORY * TOKENS / kept.memory(RANKS, TOKENS, kept=True))
-    while kept.memory(RANKS, most, kept=True) < (1 - FREE) * MEMORY:
-        most += 64
-    assert kept.overlap(RANKS, most - 64) == "ping_pong" and kept.overlap(RANKS, most) == "local_first"
-    assert training().overlap(RANKS, most) == "ping_pong" and FREE == _MARGIN
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_attention_is_repeated_where_memory_is_short(nodes: int) -> None:
+    """docs/how_to.md, "Give memory back": as many layers are kept as fit, the others are exchanged again."""
+    setting, (layout,) = training(nodes, checkpointing=True), batches(1)
+    assert FREE == _MARGIN and training(nodes).kept(RANKS, 10**9) == MODEL.layers
+    found = [setting.kept(RANKS, tokens) for tokens in range(TOKENS, 64 * TOKENS, TOKENS)]
+    assert found[0] == MODEL.layers and found == sorted(found, reverse=True) and found[-1] == 0
+    for kept, tokens in zip(found, range(TOKENS, 64 * TOKENS, TOKENS), strict=True):
+        takes = setting.memory(RANKS, tokens, kept=kept)
+        assert takes <= (1 - FREE) * MEMORY or kept == 0
+        assert kept == MODEL.layers or takes + tokens * MODEL.heads.return_bytes > (1 - FREE) * MEMORY
+
+    class Short(Training):
+        def kept(self, ranks: int, tokens: int) -> int:
+            return MODEL.layers // 4
+
+    short = Short(**{field.name: getattr(setting, field.name) for field in fields(setting)})
+    all_kept, few = (plugin(one, layout) for one in (setting, short))
+    forward, backward = few[None, "forward"], few[None, "backward"]
+    assert forward.seconds == all_kept[None, "forward"].seconds and backward.meets
+    again = backward.seconds - all_kept[None, "backward"].seconds
+    whole = planner(setting, layout, None, "forward", in_two=False)
+    tasks, compiler = planner(setting, layout, None, "forward").spread(RouteCompiler(layout, whole.home.rows))
+    assert again == pytest.approx(0.75 * max(whole.seconds(compiler), float(tasks.loads.max()) / 1e15), rel=0.02)
+    sent = sum(compiler.bytes_between(MODEL.heads, "forward")).sum(axis=1)
+    assert np.allclose(backward.sent - all_kept[None, "backward"].sent, 0.75 * sent)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -264,9 +286,9 @@ def test_memory_is_near_what_was_measured() -> None:
     base = replace(training(), model=four)
     whole = replace(training(checkpointing=True, liger=True, zero=3))
     for setting, tokens, kept, measured in (
-        (base, 65536, True, 64.1),
-        (base, 131072, True, 121.2),
-        (whole, 65536, False, 89.3),
-        (whole, 65536, True, 105.1),
+        (base, 65536, 4, 64.1),
+        (base, 131072, 4, 121.2),
+        (whole, 65536, 0, 89.3),
+        (whole, 65536, 32, 105.1),
     ):
         assert setting.memory(2, tokens, kept=kept) / GIB == pytest.approx(measured, rel=0.1)

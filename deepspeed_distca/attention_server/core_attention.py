@@ -20,7 +20,7 @@ def core_attention(
     plan: LayerPlan,
     spec: AttentionSpec,
     kernel: Kernel,
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    kept: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every document of the layout within itself, causal or along a tree's branches, over all servers.
 
@@ -71,7 +71,7 @@ class _CoreAttention(torch.autograd.Function):
         plan: LayerPlan,
         spec: AttentionSpec,
         kernel: Kernel,
-        kept: tuple[torch.Tensor, torch.Tensor] | None,
+        kept: tuple[torch.Tensor, ...] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         if kept is None:

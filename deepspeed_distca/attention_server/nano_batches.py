@@ -90,7 +90,7 @@ class HalfPlan:
         k: torch.Tensor,
         v: torch.Tensor,
         spec: AttentionSpec,
-        kept: Sequence[torch.Tensor] | None = None,
+        kept: tuple[torch.Tensor, ...] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Core attention of one layer for the rows of this nano-batch: see ``core_attention``.
 

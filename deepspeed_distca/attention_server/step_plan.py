@@ -54,7 +54,7 @@ class StepPlan:
         k: torch.Tensor,
         v: torch.Tensor,
         spec: AttentionSpec,
-        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+        kept: tuple[torch.Tensor, ...] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Core attention of one layer: see :func:`~.core_attention.core_attention`."""
         return core_attention(q, k, v, self.layer(spec.window), spec, self.kernel(q, k, v, spec), kept)

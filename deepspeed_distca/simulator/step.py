@@ -151,7 +151,7 @@ class Training:
         parts = [2 / replicas if self.zero >= stage else 2 for stage in (3, 2)]  # weights and gradients, in bf16
         states = mine * (sum(parts) + 12 / (replicas if self.zero else 1))
         saved, heads = model.saved_bytes(self.liger), model.heads
-        layer = saved
+        layer: float = saved
         if self.checkpointing:
             layer = heads.element_size * model.hidden + kept / model.layers * heads.return_bytes
         layers = model.layers / self.stages * layer * in_flight + (saved if self.checkpointing else 0)
@@ -292,7 +292,7 @@ def plugin(
         if compiler.moves_rows:
             whole = planner(training, layout, window, "forward", in_two=False)
             waits = max(whole.seconds(compiler) - attention.max(), 0.0)
-            sent = sum(compiler.bytes_between(cost.heads, "forward")).sum(axis=1)
+            sent = np.add(*compiler.bytes_between(cost.heads, "forward")).sum(axis=1)
             host = float(cost.moving_seconds("forward", int(compiler.messages("forward").max())))
         found[window, "backward"] = replace(
             load,

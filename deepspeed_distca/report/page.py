@@ -89,7 +89,7 @@ class Figure:
         """Args:
         shift: pixels to the right.
         """
-        look = f' class="ink"{""}' if ink else ""
+        look = ' class="ink"' if ink else ""
         move = f' dx="{shift}"' if shift else ""
         where = f'x="{_share(x)}" y="{_px(y)}"{move} text-anchor="{anchor}"'
         self._parts.append(f"<text {where}{look}>{escape(words)}</text>")

@@ -39,7 +39,7 @@ SEARCH, SEARCH_SEGMENT = 2.2e-3, 8e-6
 IN_TWO = 0.027
 
 #: Tolerances that are tried where nodes have links of their own, one after another as long as that ends sooner.
-_LOOSER = (0.1, 0.4)
+_LOOSER = (0.1, 0.4, 0.8)
 
 #: And where a looser one would end sooner by this share at least if its transfers took no time. They do: of what that
 #: would gain, no more than half came true over the layouts of benchmarks/nodes.py. Two nano-batches hide them.
@@ -192,16 +192,18 @@ class Worth:
 
         if self._frugal:
             weigh(self.home)
-        found = weigh(self._by_levels(tolerance, nodes))
+        allowed = tolerance
+        found = weigh(self._by_levels(allowed, nodes))
         for granules in (1, 2) if self._frugal else ():
             # A granule of a long document may be more than the tolerance, and each level may leave one.
             if found == math.inf:
-                found = weigh(self._by_levels(tolerance + granules * self._granule(), nodes))
+                allowed = tolerance + granules * self._granule()
+                found = weigh(self._by_levels(allowed, nodes))
         if has_prospects(tolerance):
             weigh(self._balanced(tolerance))
         prospect = 0.0 if self._in_two else _PROSPECT
         for looser in _LOOSER if self._frugal else ():
-            if looser > tolerance and has_prospects(looser, prospect):
+            if looser > allowed and has_prospects(looser, prospect):
                 before, found = found, weigh(self._by_levels(looser, nodes))
                 if found >= before < math.inf:
                     break

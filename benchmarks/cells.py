@@ -10,8 +10,8 @@ the fullest rank; an H200 has 131). "WLB" is "dealt by work": whole documents to
 tokens a rank, the best degree; ranks of a group wait for keys. It never takes more memory than the plugin. "In order"
 is the plugin with documents as they are packed, "placed" with documents where `GlobalPackedLoader` stores them, by
 nodes; both with the `overlap` that is chosen where it is left out, "in two" with `ping_pong`, were there memory. "4D"
-is the set-up of benchmarks/paper.py with 4 pipeline stages and 8 micro-batches, where plans know no nodes, and tokens
-are those of a node. Nothing is measured.
+is the set-up of benchmarks/paper.py with 4 pipeline stages and 8 micro-batches, where tokens are those of a node, and
+checkpointing is not reentrant. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def row(kind: str, model: str, tokens: int, documents: str, context: int, gpus: 
     size = {"set-up": kind, "model": model, "tokens": tokens, "documents": documents, "context": context, "GPUs": gpus}
     line: dict[str, Any] = {**size, "overlap": training.overlap(ranks, tokens)}
     line |= {column: found[name].seconds for column, name in SECONDS.items()}
-    line[IN_TWO] = None if pipeline else line["placed"]
-    if not pipeline and line["overlap"] != "ping_pong":
+    line[IN_TWO] = line["placed"]
+    if line["overlap"] != "ping_pong":
         in_two = InTwo(**{field.name: getattr(training, field.name) for field in fields(training)})
         line[IN_TWO] = placed_step(in_two, batches).seconds
     names = {"GiB: plain": PLAIN, "GiB: WLB": DEALT, "GiB: plugin": OURS}

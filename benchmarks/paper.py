@@ -11,7 +11,7 @@ each group sharing its documents, at its best degree; in 4D documents are dealt 
 is its 8 NICs of 50 GB/s. Tensor parallelism gathers and scatters hidden states over NVLink, 4 times in a layer's
 forward and 6 in its backward, which nothing hides, for all policies alike. "WLB / plugin" are seconds of
 WLB, whose ranks wait for gathered keys, over those of the plugin with default options: over nodes two nano-batches
-("ping_pong"), with "keep_attention" true; over pipelines "local_first", and plans that know no nodes. "Its exchange
+("ping_pong"), with "keep_attention" true, and over pipelines with checkpointing that is not reentrant. "Its exchange
 hidden" is the same, were all that rows and nano-batches cost the plugin ("exchange") nothing; "WLB's keys hidden" WLB
 with keys that travel under attention as far as that is long, over the plugin. Nothing is measured.
 """

@@ -37,7 +37,7 @@ from deepspeed_distca.compat.deepspeed import (
 from deepspeed_distca.compat.transformers import attention_name, set_attention_name
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
-from deepspeed_distca.huggingface.attention_function import FIRST, NAME
+from deepspeed_distca.huggingface.attention_function import FIRST, NAME, UnsupportedModelError
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.monitor import events
 from deepspeed_distca.pipeline.batches import describe, from_message, merge, pipeline_batch, to_message
@@ -191,7 +191,10 @@ class PipelineRuntime:
             if problem and config.overlap == "ping_pong":
                 raise DistCAConfigError(f'`{BLOCK}.overlap` "ping_pong" does not work here: {problem}')
             if problem and dist.get_rank() == 0:
-                print(f'distca: `overlap` is "local_first", where "ping_pong" would hide more over nodes: {problem}')
+                print(
+                    f'distca: `overlap` is "local_first", where "ping_pong" would hide more over nodes: {problem}',
+                    flush=True,
+                )
             self._planner.able = not problem
         self._weight_loss = config.token_weighted_loss and hasattr(module.loss_fn, "divisor")
         if config.token_weighted_loss and not self._weight_loss:
@@ -447,9 +450,11 @@ def not_in_two(module: DecoderPipeline, slots: Slots) -> str:
         return "stages have different numbers of attention layers"
     if module.seed_layers:
         return "layers that begin with a seed of their own (seed_layers) would draw the same numbers in both halves"
-    if module.context.rules:
-        return "rotary embeddings depend on the longest position of a row, which halves would not share"
-    return ""
+    try:
+        depends = bool(module.context.rules)
+    except UnsupportedModelError:
+        depends = True
+    return "rotary embeddings depend on the longest position of a row, which halves would not share" if depends else ""
 
 
 def check_engine(engine: PipelineEngine) -> None:

@@ -147,8 +147,8 @@ def trainer_and_engine() -> dict:
 
 def planned_ahead(num_workers: int = 0, node_size: int | None = None) -> dict:
     """Losses of an epoch with plans made by the loader and by the engine; the engine cannot plan in the former, of
-    which the loader learns the nodes, too. But over nodes, where the first micro-batch runs whole, for which others are
-    not planned."""
+    which the loader learns the nodes, too. But over nodes, where the first micro-batch runs whole, for which others
+    are not planned."""
     deepspeed.init_distributed("gloo")
     found = {}
     for ahead in (False, True):

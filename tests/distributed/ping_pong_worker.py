@@ -7,13 +7,11 @@ import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -306,14 +304,6 @@ def refusals() -> dict:
 
     engine = engine_of(1, checkpointing="deepspeed")
     found["deepspeed"] = _refused(engine, batch)
-
-    pipeline = object.__new__(PipelineEngine)  # as far as it is looked at
-    compiles = SimpleNamespace(compile_config=SimpleNamespace(deepcompile=False))
-    pipeline.__dict__ |= {"_modules": {}, "module": None, "_config": compiles}
-    try:
-        deepspeed_distca.attach(pipeline, {"overlap": "ping_pong"})
-    except ValueError as error:
-        found["pipeline"] = str(error)
 
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
     rope |= {"original_max_position_embeddings": 64, "factor": 2.0}

@@ -246,7 +246,6 @@ def test_what_cannot_be_combined_is_refused_and_hooks_come_off() -> None:
     for found in run_ranks(WORKER + "refusals", 2):
         assert "use_reentrant=False" in found["reentrant"] and "use_reentrant=False" in found["deepspeed"]
         assert '"longrope"' in found["longrope"] and "distca.overlap" in found["longrope"]
-        assert "pipeline stages" in found["pipeline"]
         assert "leaf module" in found["leaf"] and '"classes": []' in found["leaf"]
         assert "[3, 1, 8]" in found["bad first input"] and found["splits afterwards"] == [False, True]
         assert found["restored"] and found["hooks_left"] == 0

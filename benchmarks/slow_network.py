@@ -269,7 +269,7 @@ def measure(heads: Any, tokens: int, ranks: int) -> tuple[float, float, float]:
     sent, received = torch.zeros(2, 2**21)
     partner = (dist.get_rank() + ranks) % (2 * ranks)
     took = []
-    for _ in range(2):  # the first is to warm up
+    for _ in range(6):  # the best of them: a packet that the link dropped halves what one finds
         dist.barrier()
         start = time.perf_counter()
         works = [dist.isend(sent, partner), dist.irecv(received, partner)]
@@ -289,7 +289,7 @@ def measure(heads: Any, tokens: int, ranks: int) -> tuple[float, float, float]:
         start = time.perf_counter()
         kernel.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, gradients)
         backward = time.perf_counter() - start
-    found = torch.tensor([took[-1], forward, backward], dtype=torch.float64)
+    found = torch.tensor([min(took), forward, backward], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return sent.nbytes / float(found[0]), float(found[1]), float(found[2])
 

@@ -119,7 +119,7 @@ def advise(
         why = f"leave it out: {gain}, there is little to gain"
     else:
         why = f"leave it out: {gain}, but moving rows costs as much; more than {tokens} tokens a rank may change that"
-    block, overlap = {"enabled": True}, training.overlap(ranks, tokens)
+    block, overlap = {"enabled": True}, training.overlap
     note = _NODES if ranks > NODE and training.options.nodes is None else ""
     kept, layers = training.kept(ranks, tokens), training.model.layers
     if pays and kept < layers:

@@ -78,7 +78,7 @@ def same_phase(training: Training, batches: Sequence[Layout]) -> tuple[float, di
         (phase, has, _side_by_side([None if i is None else batches[i] for i in has]))
         for phase, has in ticks(len(batches), stages)
     ]
-    in_two = training.overlap(stages * replicas, tokens) == "ping_pong" and two_pay(
+    in_two = training.overlap == "ping_pong" and two_pay(
         (
             (planner(training, layout, window, phase, in_two=True), windows[window] // stages)
             for phase, _, layout in every

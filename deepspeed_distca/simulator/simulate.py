@@ -56,7 +56,7 @@ class Simulated:
     @property
     def overlap(self) -> str:
         """Of the plugin's step."""
-        return self.training.overlap(self.ranks, self.tokens)
+        return self.training.overlap
 
     def name(self, policy: str) -> str:
         """A policy's name to show; the plugin's with its overlap."""

@@ -121,7 +121,8 @@ class Training:
         moved = 0.0 if self.zero == 3 else 2 * self.gathered(2 * mine, replicas)
         return moved + OPTIMIZER_BYTES * mine / (replicas if self.zero else 1) / MEMORY_RATE
 
-    def overlap(self, ranks: int, tokens: int) -> Literal["local_first", "ping_pong"]:
+    @property
+    def overlap(self) -> Literal["local_first", "ping_pong"]:
         """The plugin's `overlap`, where it is left out: two nano-batches over nodes."""
         return "local_first" if self.options.nodes is None else "ping_pong"
 
@@ -230,7 +231,7 @@ def planner(
     # Peer copies, within a node, send results as soon as they are there; over pipelines NCCL carries rows.
     early = training.options.nodes is None and training.stages == 1
     if in_two is None:
-        in_two = training.overlap(layout.num_ranks, int(layout.tokens.max())) == "ping_pong"
+        in_two = training.overlap == "ping_pong"
     layers = training.model.windows[window] // training.stages
     return Worth(layout, window, phase, training.cost, training.options, early=early, in_two=in_two, layers=layers)
 
@@ -252,7 +253,7 @@ def plugin(
         spread[window, phase] = worth, *worth.spread(RouteCompiler(layout, worth.home.rows, nodes))
     if in_two is None:
         moves = any(compiler.moves_rows for _, _, compiler in spread.values())
-        in_two = moves and training.overlap(layout.num_ranks, int(layout.tokens.max())) == "ping_pong"
+        in_two = moves and training.overlap == "ping_pong"
     for (window, phase), (worth, tasks, compiler) in spread.items():
         linear, attention = training.linear(phase) * layout.tokens, tasks.loads / UNITS_PER_SECOND
         below, host = training.zero_layer(phase, layout.num_ranks), training.host(phase)

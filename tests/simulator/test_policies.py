@@ -137,10 +137,10 @@ def test_parts_are_a_step_and_nothing_beats_the_ideal(more: dict) -> None:
 
 def test_over_nodes_the_plugin_runs_in_two_where_training_does() -> None:
     """docs/nodes.md: not within a node."""
-    assert training(1).overlap(RANKS, TOKENS) == "local_first"
-    assert training().overlap(RANKS, TOKENS) == "ping_pong"
-    assert training(stages=2).overlap(RANKS, TOKENS) == "ping_pong"
-    assert training(1, stages=2).overlap(RANKS, TOKENS) == "local_first"
+    assert training(1).overlap == "local_first"
+    assert training().overlap == "ping_pong"
+    assert training(stages=2).overlap == "ping_pong"
+    assert training(1, stages=2).overlap == "local_first"
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -238,7 +238,8 @@ def test_a_batch_of_a_pipeline_runs_in_two_where_that_may_pay() -> None:
 
 def overlapping(setting: Training, name: str) -> Training:
     class Overlapping(Training):
-        def overlap(self, ranks: int, tokens: int) -> str:
+        @property
+        def overlap(self) -> str:
             return name
 
     return Overlapping(**{field.name: getattr(setting, field.name) for field in fields(setting)})

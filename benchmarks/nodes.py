@@ -13,8 +13,8 @@ of these, one of less balance, or everything at home. "Across" are MiB that cros
 forward and backward of a layer, "worst NIC" what the busiest one sends or receives. "Planning" is processor time of
 both phases, the least of three times. Seconds are those of a layer's attention, forward and backward, as
 `phase_seconds` predicts them: with everything at home ("plain", where documents that continue on other ranks are
-exchanged), by these plans, by those that are chosen for two nano-batches ("in two": `ping_pong` and what it costs), by
-either choice if all NICs of a node carried equal parts of what crosses, for nothing ("even NICs"), and with attention
+exchanged), by these plans, by those that are chosen for two nano-batches ("in two": `ping_pong`, which is the default
+over nodes, and what it costs), by either choice if all NICs of a node carried equal parts of what crosses, for nothing ("even NICs"), and with attention
 evened out for nothing ("ideal"). Nothing is measured but planning and placing.
 """
 
@@ -76,9 +76,13 @@ COLUMNS = {
     "levels_s": "levels",
     "chosen_s": "chosen",
     "chosen_even_s": "even NICs",
-    "in_two_s": "in two",
-    "in_two_even_s": "even NICs",
+    "in_two_balance_forward": "in two: balance forward",
+    "in_two_balance_backward": "backward",
+    "in_two_across_mib": "across",
+    "in_two_worst_nic_mib": "worst NIC",
     "in_two_planning_ms": "planning ms",
+    "in_two_s": "seconds: in two",
+    "in_two_even_s": "even NICs",
     "ideal_s": "ideal",
     "placing_ms": "placing ms",
 }
@@ -94,7 +98,7 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
     cost, servers = cost_model(), layout.num_ranks
     options = PlanOptions(TOLERANCE, GRANULARITY, min_gain=MIN_GAIN, linear_flops=LINEAR, topology=topology)
     found: dict[str, float] = defaultdict(float)
-    moved = {prefix: np.zeros((servers, servers)) for prefix in ("flat_", "levels_", "")}
+    moved = {prefix: np.zeros((servers, servers)) for prefix in ("flat_", "levels_", "", "in_two_")}
     given = {"tolerance": TOLERANCE, "granularity": GRANULARITY}
     for phase in PHASES:
         worth = Worth(layout, None, phase, cost, options, early=False)
@@ -118,8 +122,11 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
         )
         (halved, _), ms = timed(partial(in_two.spread, at_home))
         found["in_two_planning_ms"] += ms
-        for name, compile in (("in_two_s", RouteCompiler), ("in_two_even_s", EvenNics)):
-            found[name] += in_two.takes(compile(layout, halved.rows, topology)) - linear
+        found[f"in_two_balance_{phase}"] = halved.balance
+        compiler = RouteCompiler(layout, halved.rows, topology)
+        moved["in_two_"] += sum(compiler.bytes_between(cost.heads, phase))
+        for name, compiled in (("in_two_s", compiler), ("in_two_even_s", EvenNics(layout, halved.rows, topology))):
+            found[name] += in_two.takes(compiled) - linear
         found["chosen_even_s"] += worth.seconds(EvenNics(layout, tasks.rows, topology))
         found["plain_s"] += worth.seconds(at_home)
         found["ideal_s"] += worth.least()

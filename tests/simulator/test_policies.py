@@ -113,7 +113,7 @@ def test_documents_as_the_loader_stores_them() -> None:
         drawn = batches(2, ranks=RANKS // setting.stages, context=4 * TOKENS)
         found = {one.name: one for one in outcomes(setting, drawn, 4 * TOKENS, placed=True)}
         assert list(found)[-3:] == [OURS, PLACED, IDEAL]
-        assert found[IDEAL].seconds <= found[PLACED].seconds <= found[OURS].seconds
+        assert found[IDEAL].seconds <= found[PLACED].seconds <= 1.005 * found[OURS].seconds
         assert found[PLACED].sent < found[OURS].sent and found[PLACED].tokens == TOKENS
 
 

@@ -14,8 +14,8 @@ forward and backward of a layer, "worst NIC" what the busiest one sends or recei
 both phases, the least of three times. Seconds are those of a layer's attention, forward and backward, as
 `phase_seconds` predicts them: with everything at home ("plain", where documents that continue on other ranks are
 exchanged), by these plans, by those that are chosen for two nano-batches ("in two": `ping_pong`, which is the default
-over nodes, and what it costs), by either choice if all NICs of a node carried equal parts of what crosses, for nothing ("even NICs"), and with attention
-evened out for nothing ("ideal"). Nothing is measured but planning and placing.
+over nodes, and what it costs), by either choice if all NICs of a node carried equal parts of what crosses, for nothing
+("even NICs"), and with attention evened out for nothing ("ideal"). Nothing is measured but planning and placing.
 """
 
 from __future__ import annotations

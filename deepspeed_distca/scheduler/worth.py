@@ -41,9 +41,9 @@ IN_TWO = 0.027
 #: Tolerances that are tried where nodes have links of their own, one after another as long as that ends sooner.
 _LOOSER = (0.1, 0.4, 0.8)
 
-#: The share of a layer by which the plan that knows no nodes must end sooner than by levels. It sends a multiple of the
+#: The share of a layer by which the plan that knows no nodes must end sooner than others. It sends a multiple of the
 #: bytes over NICs, which others use, too.
-_FLAT_GAIN = 0.02
+_FLAT_GAIN = 0.015
 
 #: And where a looser one would end sooner by this share at least if its transfers took no time. They do: of what that
 #: would gain, no more than half came true over the layouts of benchmarks/nodes.py. Two nano-batches hide them.

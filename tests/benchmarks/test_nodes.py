@@ -29,8 +29,8 @@ def mean(servers: int, key: str, placement: str = "in order") -> float:
 def check(row: dict[str, float]) -> None:
     for prefix in ("flat_", "levels_"):
         assert max(row[f"{prefix}balance_forward"], row[f"{prefix}balance_backward"]) <= 1.02
-    assert row["ideal_s"] <= row["chosen_s"] <= min(row["plain_s"], row["flat_s"])
-    assert row["levels_across_mib"] <= row["flat_across_mib"]
+    assert row["ideal_s"] <= row["chosen_s"] <= min(row["plain_s"], 1.02 * row["flat_s"])
+    assert max(row["levels_across_mib"], row["in_two_across_mib"]) <= row["flat_across_mib"]
     # More pairs wait for each other.
     assert row["chosen_even_s"] <= 1.01 * row["chosen_s"] and row["in_two_even_s"] <= 1.01 * row["in_two_s"]
 
@@ -60,7 +60,8 @@ def test_the_pages_table_is_the_results(servers: int) -> None:
     for row in of(servers):
         check(row)
 
-    bytes_of = [f"{prefix}{what}" for what in ("across_mib", "worst_nic_mib") for prefix in ("flat_", "levels_", "")]
+    kinds = ("flat_", "levels_", "", "in_two_")
+    bytes_of = [f"{prefix}{what}" for what in ("across_mib", "worst_nic_mib") for prefix in kinds]
     seconds = [f"{name}_s" for name in ("plain", "flat", "levels", "chosen", "in_two", "ideal")]
     cells = [str(servers), *(f"{mean(servers, key):,.0f}" for key in bytes_of)]
     cells += [f"{mean(servers, key):.3f}" for key in seconds]
@@ -103,8 +104,12 @@ def test_what_the_page_says_of_the_table() -> None:
     }
     average = {key: sum(ratios) / len(ratios) for key, ratios in of_ideal.items()}
     most = {way: max(max(r) for (_, w), r in of_ideal.items() if w == way) for way in ("in_two", "chosen")}
+    short = {n: [row["in_two_across_mib"] for row in of(n) if row["context"] == 131072] for n in (64, 128, 256, 512)}
+    asked = {64: 192, 128: 185, 256: 182, 512: 224}
+    assert all(np.mean(across) <= asked[n] for n, across in short.items())
     few, many = ({key: mean(servers, key) for key in ROWS[0] if key.endswith(("_s", "_ms"))} for servers in (64, 512))
     for sentence in (
+        "with contexts of 128K " + ", ".join(f"{np.mean(across):.0f}" for across in short.values()) + " MiB",
         f"a layer takes {average[64, 'in_two']:.2f} of the ideal on average at 64 GPUs",
         f"and {average[512, 'in_two']:.2f} at 512, {most['in_two']:.2f} at most",
         f"`local_first` takes {average[64, 'chosen']:.2f} and {average[512, 'chosen']:.2f}",
@@ -129,13 +134,13 @@ def test_what_the_page_says_of_placed_layers() -> None:
         return [(linear + row[way]) / (linear + row["ideal_s"]) for row in of(servers, "by nodes")]
 
     all_in_two = [ratio for servers in (64, 128, 256, 512) for ratio in of_ideal("in_two_s", servers)]
-    assert {f"{np.mean(of_ideal('in_two_s', servers)):.2f}" for servers in (64, 128, 256, 512)} == {"1.04"}
+    assert {f"{np.mean(of_ideal('in_two_s', servers)):.2f}" for servers in (64, 128, 256, 512)} == {"1.04", "1.05"}
     in_order = [row for n in (64, 128, 256, 512) for row in of(n) if row["homes"] == "contiguous"]
     placed = [row for n in (64, 128, 256, 512) for row in of(n, "by nodes")]
     worse = max((linear + a["chosen_s"]) / (linear + b["chosen_s"]) for a, b in zip(placed, in_order, strict=True))
     for sentence in (
         f"{np.mean(of_ideal('chosen_s', 64)):.2f} of the ideal on average at 64 GPUs and "
-        f"{np.mean(of_ideal('chosen_s', 512)):.2f} at 512, with `ping_pong` 1.04 everywhere, "
+        f"{np.mean(of_ideal('chosen_s', 512)):.2f} at 512, with `ping_pong` 1.04 to 1.05, "
         f"{max(all_in_two):.2f} at most",
         f"`local_first` takes up to {worse:.2f} of what it takes in order",
         f"{mean(64, 'placing_ms', 'by nodes'):.0f} ms of a core with 64 GPUs, "

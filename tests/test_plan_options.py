@@ -23,7 +23,8 @@ from deepspeed_distca.scheduler.cost_model import CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import task_costs
-from deepspeed_distca.scheduler.worth import PlanOptions, finishing_weights, phase_seconds
+from deepspeed_distca.scheduler.weights import finishing_weights
+from deepspeed_distca.scheduler.worth import PlanOptions, phase_seconds
 from tests.huggingface.lone_server import NoExchange, lone_server
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

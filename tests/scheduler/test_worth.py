@@ -19,12 +19,11 @@ from deepspeed_distca.scheduler.profiles import Setting, choose
 from deepspeed_distca.scheduler.routes import FEWEST_MESSAGES, NOTHING, Flow, RouteCompiler
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT, Shares
 from deepspeed_distca.scheduler.topology import Topology
+from deepspeed_distca.scheduler.weights import even_weights, finishing_weights
 from deepspeed_distca.scheduler.worth import (
     IN_TWO,
     PlanOptions,
     Worth,
-    even_weights,
-    finishing_weights,
     phase_seconds,
     seconds_in_two,
     two_pay,

@@ -33,6 +33,13 @@ from deepspeed_distca.attention_server.steps import BackwardSteps, ForwardSteps,
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.compat.torch import in_backward
 
+#: Why such checkpointing and two nano-batches cannot be combined, and what to do.
+REENTRANT = (
+    "reentrant activation checkpointing cannot be combined with two nano-batches: it computes gradients of parameters "
+    "once for each. Checkpoint by transformers or torch with use_reentrant=False (gradient_checkpointing_kwargs={"
+    '"use_reentrant": False}), or set `distca.overlap` to "local_first"'
+)
+
 
 class OverlapError(RuntimeError):
     """Two nano-batches that cannot go on; the message says why and what to do."""
@@ -110,11 +117,7 @@ class HalfPlan:
             out, lse = _Recomputed.apply(q, k, v, *(t.narrow(d, 0, rows) for t, d in zip(kept, (0, 1), strict=True)))
             return _padded(out, lse)
         if not torch.is_grad_enabled():
-            raise OverlapError(
-                "reentrant activation checkpointing cannot be combined with two nano-batches: it computes gradients "
-                "of parameters once for each. Set use_reentrant=False (transformers: "
-                'gradient_checkpointing_kwargs={"use_reentrant": False}), or `distca.overlap` to "local_first"'
-            )
+            raise OverlapError(REENTRANT)
         if in_backward():
             raise OverlapError(
                 "a layer is recomputed in backward, but nothing of its core attention was kept. Checkpoint layers by "

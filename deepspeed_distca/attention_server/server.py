@@ -254,7 +254,7 @@ class AttentionServer:
             self._steps[-1].micro_batches += micro_batches
         if not in_two:
             return [Parts.whole(p.part) for p in planned]
-        return [self._divided(layout, p.part, p.window, phase) for p, (layout, *_) in zip(planned, kinds, strict=True)]
+        return [self._divider(layout)(p.part, p.window, phase) for p, (layout, *_) in zip(planned, kinds, strict=True)]
 
     def two_pay(self, ticks: Iterable[tuple[Phase, Layout, int | None, int]]) -> bool:
         """Whether the micro-batches of these ticks are to run as two nano-batches: see :func:`two_pay`."""
@@ -290,10 +290,11 @@ class AttentionServer:
 
     def _halves(self, layout: Layout, plan: StepPlan) -> StepPlan:
         """The same plan, divided in time; nobody has to agree on it, since it follows from the layout."""
+        divide = self._divider(layout)
 
         def divided(whole: Parts | None, window: int | None, phase: Phase) -> Parts:
             assert whole is not None  # both phases are planned
-            return self._divided(layout, whole.parts[0].plan, window, phase)
+            return divide(whole.parts[0].plan, window, phase)
 
         layers = {
             window: replace(
@@ -305,10 +306,15 @@ class AttentionServer:
         }
         return StepPlan(layers, self._kernel)
 
-    def _divided(self, layout: Layout, whole: RankPlan, window: int | None, phase: Phase) -> Parts:
+    def _divider(self, layout: Layout) -> Callable[[RankPlan, int | None, Phase], Parts]:
+        """Divides plans of a layout, for a window and a phase."""
         cuts = row_cuts(layout, self._granularity)
         crossed = crossings(layout, cuts)
-        return two_parts(whole.routes, cuts, window, backward=phase == "backward", crossed=crossed)
+
+        def divide(whole: RankPlan, window: int | None, phase: Phase) -> Parts:
+            return two_parts(whole.routes, cuts, window, backward=phase == "backward", crossed=crossed)
+
+        return divide
 
     def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Kernel:
         """Of a layer whose attention begins."""

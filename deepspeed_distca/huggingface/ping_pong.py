@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from deepspeed_distca.attention_server.nano_batches import NanoPair
+from deepspeed_distca.attention_server.nano_batches import REENTRANT, NanoPair
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS, UnsupportedModelError
@@ -30,11 +30,6 @@ from deepspeed_distca.huggingface.row_rope import row_rules
 from deepspeed_distca.huggingface.turns import Turns
 
 _OTHERWISE = 'Set `distca.overlap` to "local_first"'
-_REENTRANT = (
-    "reentrant activation checkpointing cannot be combined with two nano-batches: it computes gradients of parameters "
-    "once for each. Checkpoint by transformers or torch with use_reentrant=False (gradient_checkpointing_kwargs={"
-    '"use_reentrant": False}), or set `distca.overlap` to "local_first"'
-)
 
 
 class PingPong:
@@ -123,7 +118,7 @@ class PingPong:
         if halves_plan is None:
             output = self._forward(*args, **kwargs)
             if bound[KEPT].reentrant:
-                self._refused(UnsupportedModelError(_REENTRANT))
+                self._refused(UnsupportedModelError(REENTRANT))
             self._seen = True
             return output
         kwargs = bound

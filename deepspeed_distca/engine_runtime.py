@@ -40,7 +40,7 @@ from deepspeed_distca.huggingface.adapter import (
 from deepspeed_distca.huggingface.contract import Contract, find_contract
 from deepspeed_distca.huggingface.early_gradients import EarlyGradients
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
-from deepspeed_distca.huggingface.kept_layers import KeptLayers, device_memory
+from deepspeed_distca.huggingface.kept_layers import KeptLayers, memory_of
 from deepspeed_distca.huggingface.ping_pong import PingPong
 from deepspeed_distca.huggingface.twice_called import TwiceCalled
 from deepspeed_distca.layout import Layout
@@ -204,7 +204,7 @@ class Runtime:
             replace(heads, element_size=attention_dtype(engine).itemsize).return_bytes,
             lambda: engine.global_steps - engine.skipped_steps,
             # Whoever has decided it needs no memory to be known.
-            lambda: device_memory(engine.device) if config.keep_attention is None else None,
+            memory_of(engine.device) if config.keep_attention is None else None,
         )
         self._kept_said = 2 * len(modules) + 1 if config.keep_attention is None and dist.get_rank() == 0 else 0
         weighted = config.token_weighted_loss and contract.weighting is not None
@@ -289,7 +289,7 @@ class Runtime:
 
     def kept(self, kept: KeptAttention) -> None:
         """See ``huggingface.adapter.Planner``."""
-        self._kept_layers.note(kept)
+        self._kept_layers.note(kept, kept.wanted > 0)
         self.server.note_kept(len(kept))
         turns = self._ping_pong
         if turns is not None and self.config.overlap is None:

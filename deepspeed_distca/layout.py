@@ -67,7 +67,7 @@ class Layout:
     and only its position ids (:meth:`position_ids`) go back where a branch begins.
     """
 
-    __slots__ = ("_apart", "_order", "_pieces", "branches", "contexts", "num_ranks", "segments")
+    __slots__ = ("_apart", "_order", "_pieces", "_valid", "branches", "contexts", "num_ranks", "segments")
 
     def __init__(
         self,
@@ -82,6 +82,10 @@ class Layout:
         self._apart: Layout | None = None
         self._order: np.ndarray | None = None
         self._pieces: np.ndarray | None = None
+        self._valid = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.segments, self.num_ranks, self.branches, self.contexts)
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[Iterable[Segment | Sequence[int] | Mapping[str, int]]]) -> Layout:
@@ -161,18 +165,19 @@ class Layout:
         return cls.from_lengths([lengths[lengths > 0]])
 
     def validate(self) -> Layout:
-        """Checks what a plan relies on and returns self. What :meth:`for_window` made is not looked at again.
+        """Checks what a plan relies on and returns self: once, and not what :meth:`for_window` made.
 
         Raises:
             LayoutError: ranks out of order or out of range, lengths below 1, negative ids or starts, more than
                 ``MAX_TOKENS`` tokens, a document that is not there from 0 to its end exactly once, or branches that
                 are no trees stored depth first in one segment each.
         """
-        if len(self.contexts):
-            return self  # made of a layout that was looked at
+        if self._valid or len(self.contexts):
+            return self  # or made of a layout that was looked at
         self._validate_segments()
         if len(self.branches):
             self._validate_branches()
+        self._valid = True
         return self
 
     def _validate_segments(self) -> None:
@@ -391,7 +396,7 @@ class Layout:
 
 def _read_only(rows: np.ndarray | None, columns: int, name: str) -> np.ndarray:
     given = np.zeros((0, columns), dtype=np.int64) if rows is None else _int64(rows, name)
-    array = np.ascontiguousarray(given).reshape(-1, columns).view()
+    array = np.array(given, order="C").reshape(-1, columns)  # a copy: nobody else can write it
     array.flags.writeable = False
     return array
 

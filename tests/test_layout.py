@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -206,3 +207,14 @@ def test_trees_that_are_none(tree: list, message: str) -> None:
 def test_branches_that_are_no_trees(branches: list, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         Layout(np.array([[0, 0, 0, 10], [0, 1, 0, 2]]), 1, np.array(branches)).validate()
+
+
+def test_is_its_own_and_looked_at_once(monkeypatch) -> None:
+    given = np.array([[0, 0, 0, 4], [1, 1, 0, 2]])
+    layout = Layout(given, 2).validate()
+    given[:] = -1  # the caller's array may be used again
+    assert layout == Layout.from_lengths([[4], [2]]) and not layout.segments.flags.writeable
+    copy = pickle.loads(pickle.dumps(layout))
+    assert copy == layout and not copy.segments.flags.writeable
+    monkeypatch.setattr(Layout, "_validate_segments", lambda self: pytest.fail("looked at again"))
+    layout.validate()

@@ -36,17 +36,21 @@ class Memory(NamedTuple):
     retries: int
 
 
-def device_memory(device: torch.device) -> Memory | None:
-    """What the caching allocator says; None where the device has none. Waits for nothing."""
+def memory_of(device: torch.device) -> Callable[[], Memory] | None:
+    """What asks the caching allocator, waiting for nothing; None where the device has none."""
     if device.type != "cuda":
         return None
-    statistics = torch.cuda.memory_stats(device)
-    free, total = torch.cuda.mem_get_info(device)
-    limit = min(
-        free + statistics["reserved_bytes.all.current"],
-        int(torch.cuda.get_per_process_memory_fraction(device) * total),
-    )
-    return Memory(limit, statistics["allocated_bytes.all.peak"], statistics["num_alloc_retries"])
+
+    def memory() -> Memory:
+        statistics = torch.cuda.memory_stats_as_nested_dict(device)  # the flat ones take three times as long
+        free, total = torch.cuda.mem_get_info(device)
+        limit = min(
+            free + statistics["reserved_bytes"]["all"]["current"],
+            int(torch.cuda.get_per_process_memory_fraction(device) * total),
+        )
+        return Memory(limit, statistics["allocated_bytes"]["all"]["peak"], statistics["num_alloc_retries"])
+
+    return memory
 
 
 class KeptLayers:
@@ -56,17 +60,18 @@ class KeptLayers:
         layers: attention layers of the model; 0: none is ever kept.
         token_bytes: bytes that a kept layer takes for each token: out and lse.
         steps: called for the number of optimizer steps taken.
-        memory: called for the device's memory; None: it is not known, and all of them are kept.
+        memory: called for the device's memory; None: it is not to be known, and all of them are kept.
 
     Attributes:
         measured: whether the number comes from the device's memory by now.
     """
 
     def __init__(
-        self, layers: int, token_bytes: int, steps: Callable[[], int], memory: Callable[[], Memory | None]
+        self, layers: int, token_bytes: int, steps: Callable[[], int], memory: Callable[[], Memory] | None
     ) -> None:
         self._layers, self._token_bytes, self._steps, self._memory = layers, token_bytes, steps, memory
         self.measured = False
+        self._wanted = True  # whether any layer of the last micro-batch was checkpointed
         self._first: int | None = None  # optimizer step, and that of the last micro-batch
         self._last = -1
         self._tokens = self._largest = 1  # of the last micro-batch, and of the largest one
@@ -83,10 +88,11 @@ class KeptLayers:
         Args:
             tokens: of the micro-batch on this rank.
         """
-        memory = self._memory()
-        if memory is None:
+        if self._memory is None:
             return self._layers
-        step = self._steps()
+        if not self._wanted:
+            return 0  # small steps wait for whatever is asked of the device
+        memory, step = self._memory(), self._steps()
         if self._first is None:
             self._first = step
         self._look(memory)
@@ -103,8 +109,14 @@ class KeptLayers:
         room -= self._token_bytes * sum(len(kept) * n for kept, n in self._waiting.items())
         return max(0, min(self._layers, int(room // (self._tokens * self._token_bytes))))
 
-    def note(self, kept: Sized) -> None:
-        """What is kept of the micro-batch that was asked about last, one item a layer; they may become fewer."""
+    def note(self, kept: Sized, wanted: bool) -> None:
+        """How the micro-batch went that was asked about last.
+
+        Args:
+            kept: one item for each layer that is kept; they may become fewer.
+            wanted: whether any layer was checkpointed.
+        """
+        self._wanted = wanted
         self._kept = len(kept) * self._tokens * self._token_bytes
         self._waiting[kept] = self._tokens
 

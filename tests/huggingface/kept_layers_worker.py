@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest import mock
 
 import deepspeed
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from deepspeed_distca import Layout, engine_runtime
@@ -37,14 +39,17 @@ def trained(checkpointing: str, keep: bool | None, seed: int = 3) -> list[dict]:
     found: list[dict] = []
     asked = []
 
-    def memory(device) -> Memory:
-        asked.append(device)
+    def memory() -> Memory:
         config = model.config
         row = config.num_attention_heads * (config.hidden_size // config.num_attention_heads + 1) * 4
         layers = ROOM[len(found)][dist.get_rank()]
         return Memory(int((layers + 0.5) * row * layout.tokens[dist.get_rank()] / (1 - kept_layers._MARGIN)), 0, 0)
 
-    with mock.patch.object(engine_runtime, "device_memory", memory):
+    def memory_of(device: torch.device) -> Callable[[], Memory]:
+        asked.append(device)
+        return memory
+
+    with mock.patch.object(engine_runtime, "memory_of", memory_of):
         engine, *_ = deepspeed.initialize(
             model=model, config=ds_config(0, 1, DISTCA if keep is None else {**DISTCA, "keep_attention": keep})
         )

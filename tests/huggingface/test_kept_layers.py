@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_distca.huggingface import kept_layers
-from deepspeed_distca.huggingface.kept_layers import KeptLayers, Memory, device_memory
+from deepspeed_distca.huggingface.kept_layers import KeptLayers, Memory, memory_of
 from tests.distributed.harness import run_ranks
 from tests.huggingface import kept_layers_worker
 
@@ -34,14 +34,18 @@ class Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kept_layers, "_MARGIN", 0.0)
-        self.memory: Memory | None = Memory(1000, 0, 0)
-        self.step = 0
-        self.layers = KeptLayers(LAYERS, ROW, lambda: self.step, lambda: self.memory)
+        self.memory = Memory(1000, 0, 0)
+        self.step = self.asked = 0
+        self.layers = KeptLayers(LAYERS, ROW, lambda: self.step, self._asked)
 
-    def run(self, tokens: int, peak: int, kept: int | None = None, retries: int = 0) -> int:
+    def _asked(self) -> Memory:
+        self.asked += 1
+        return self.memory
+
+    def run(self, tokens: int, peak: int, kept: int | None = None, retries: int = 0, wanted: bool = True) -> int:
         """A step of one micro-batch, of which what was given is kept, or as much as may be; gives what may be."""
         layers = self.layers.affordable(tokens)
-        self.layers.note(Kept(layers if kept is None else kept))
+        self.layers.note(Kept(layers if kept is None else kept), wanted)
         self.memory = Memory(1000, max(peak, self.memory.peak), retries)
         self.step += 1
         return layers
@@ -106,7 +110,7 @@ def test_what_waits_for_its_backward_takes_room(device) -> None:
         device.run(10, 500)
     waiting = Kept(3)
     assert device.layers.affordable(10) == 4
-    device.layers.note(waiting)
+    device.layers.note(waiting, True)
     assert device.layers.affordable(10) == 2  # 500 less 300
     waiting.pop()
     assert device.layers.affordable(10) == 3
@@ -127,23 +131,30 @@ def test_a_margin_is_left(monkeypatch) -> None:
     assert [device.run(10, 500) for _ in range(3)][-1] == 2  # of 250
 
 
-def test_all_where_memory_is_not_known(device) -> None:
-    device.memory = None
-    assert device.layers.affordable(10**9) == LAYERS and not device.layers.measured
-    assert device_memory(torch.device("cpu")) is None
+def test_all_where_memory_is_not_to_be_known() -> None:
+    layers = KeptLayers(LAYERS, ROW, lambda: 0, None)
+    layers.note(Kept(0), False)
+    assert layers.affordable(10**9) == LAYERS and not layers.measured
+    assert memory_of(torch.device("cpu")) is None
+
+
+def test_nothing_is_asked_while_no_layer_is_checkpointed(device) -> None:
+    assert [device.run(10, 500, kept=0, wanted=False) for _ in range(5)] == [0] * 5 and device.asked == 1
+    assert [device.run(10, 500) for _ in range(2)] == [0, 4]  # checkpointing was switched on
 
 
 @pytest.mark.gpu
 def test_a_gpu_tells_its_memory() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    before = device_memory(device)
+    memory = memory_of(device)
+    before = memory()
     block = torch.zeros(2**28, dtype=torch.uint8, device=device)
-    after = device_memory(device)
+    after = memory()
     assert after.peak >= 2**28 and abs(after.limit - before.limit) < 2**28
     torch.cuda.set_per_process_memory_fraction(0.25)
     try:
         total = torch.cuda.get_device_properties(device).total_memory
-        assert device_memory(device).limit == pytest.approx(total / 4, rel=0.01)
+        assert memory().limit == pytest.approx(total / 4, rel=0.01)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         del block

@@ -105,7 +105,7 @@ class Messenger:
             AgreementError: a rank does not come in time; :class:`OutOfStepError` where it is at another place,
                 MicroBatchLeftError where it has left the micro-batch. From what is returned.
         """
-        if self._group is None:
+        if len(self.ranks) == 1:
             return lambda: message
         mine = torch.from_numpy(message.view(np.int64))
         everyone = torch.empty(len(self.ranks), _SIZE, dtype=torch.int64)

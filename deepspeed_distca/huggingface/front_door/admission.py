@@ -200,6 +200,8 @@ def _lengths_in_trees(layout: Layout, mine: np.ndarray, lengths: np.ndarray) -> 
 
 def _without_padding(mine: np.ndarray, real: np.ndarray) -> np.ndarray:
     """Real tokens of each segment, int64 [segments]; of padding alone all of it."""
+    if real.all():
+        return mine[:, LENGTH]
     starts = np.cumsum(mine[:, LENGTH]) - mine[:, LENGTH]
     return np.where(real[starts], np.add.reduceat(real.astype(np.int64), starts), mine[:, LENGTH])
 

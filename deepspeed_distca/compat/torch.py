@@ -38,15 +38,23 @@ def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-@private("torch._C._autograd._top_saved_tensors_default_hooks", "torch.utils.checkpoint: _checkpoint_hook")
+@private(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch.utils.checkpoint: _checkpoint_hook",
+    "torch.utils.checkpoint: class _recomputation_hook",
+)
 def in_checkpoint() -> bool:
     """Whether this is the first pass of a checkpointed region, as far as it shows: reentrant ones turn gradients off,
     others hook what autograd saves. Hooks of another kind (``save_on_cpu``) recompute nothing. A region cannot be
-    asked whether it is one; torch and DeepSpeed both have "checkpoint" in the name of the hooks' module."""
+    asked whether it is one; torch and DeepSpeed both have "checkpoint" in the name of the hooks' module, and in that
+    of the hooks in recomputation "recomputation" or "replay"."""
     if not torch.is_grad_enabled():
         return True
     hooks = saved_tensor_hooks()
-    return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
+    if hooks is None or "checkpoint" not in getattr(hooks[0], "__module__", ""):
+        return False
+    name = getattr(hooks[0], "__qualname__", "")
+    return "recomputation" not in name and "replay" not in name
 
 
 @private("torch.utils._python_dispatch._disable_current_modes")

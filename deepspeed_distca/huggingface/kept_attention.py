@@ -43,6 +43,8 @@ class KeptAttention:
         self._keeps: dict[nn.Module, bool] = {}  # by layer that is recomputed
         #: By attention module and nano-batch, from the first call on; None: there is nothing (any more) to be used.
         self._kept: dict[tuple[nn.Module, int | None], _Kept | None] = {}
+        #: Called twice: nobody could tell which call is recomputed.
+        self._repeated: set[tuple[nn.Module, int | None]] = set()
         #: By attention module, of which nothing else is kept: what the other nano-batch's recomputation needs of one.
         self._keys: dict[nn.Module, _Kept] = {}
 
@@ -76,25 +78,43 @@ class KeptAttention:
                     )
                 return plan.attend(q, k, v, spec, result)
             if in_backward() and not self._always:
-                kept, self._kept[key] = self._kept.get(key), None
-                other = self._keys.pop(module).result() if half and module in self._keys else None
-                if half and other is not None:
-                    if half.nano == 1:  # which is recomputed first
-                        self._keys[module] = _Kept.of(*half.for_other(k, v, spec.window))
-                    return half.attend_again(q, k, v, spec, other)
-                return plan.attend(q, k, v, spec, kept.result() if kept else None)
-            again = key in self._kept
+                out, lse = self._again(module, key, plan, q, k, v, spec)
+                # A checkpoint within the one that is recomputed; of a nano-batch it cannot be computed once more.
+                if in_checkpoint() and key not in self._repeated and (half or self._has_room(module)):
+                    self._kept[key] = _Kept.of(out, lse)
+                return out, lse
+            if key in self._kept:
+                self._repeated.add(key)
+                self._keys.pop(module, None)
             out, lse = plan.attend(q, k, v, spec, None)
             self.reentrant |= not torch.is_grad_enabled()
-            # Of a module that was called twice nobody could tell which call is recomputed.
-            recomputed = in_checkpoint() and not again
+            recomputed = in_checkpoint() and key not in self._repeated
             keep = self._always or (recomputed and self._has_room(module))
             self._kept[key] = _Kept.of(out, lse) if keep else None
-            if again:
-                self._keys.pop(module, None)
-            elif half and half.nano == 0 and recomputed and not keep:
+            if half and half.nano == 0 and recomputed and not keep:
                 self._keys[module] = _Kept.of(*half.for_other(k, v, spec.window))
             return out, lse
+
+    def _again(
+        self,
+        module: nn.Module,
+        key: tuple[nn.Module, int | None],
+        plan: StepPlan | HalfPlan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Core attention in recomputation."""
+        kept, self._kept[key] = self._kept.get(key), None
+        result = kept.result() if kept else None
+        if result is None and isinstance(plan, HalfPlan) and module in self._keys:
+            other = self._keys.pop(module).result()
+            if other is not None:
+                if plan.nano == 1:  # which is recomputed first
+                    self._keys[module] = _Kept.of(*plan.for_other(k, v, spec.window))
+                return plan.attend_again(q, k, v, spec, other)
+        return plan.attend(q, k, v, spec, result)
 
     def _has_room(self, module: nn.Module) -> bool:
         if module not in self._keeps:

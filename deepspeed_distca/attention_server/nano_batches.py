@@ -20,6 +20,7 @@ tasks at home only. The keys of the other one that its queries may need were kep
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -35,9 +36,10 @@ from deepspeed_distca.compat.torch import in_backward
 
 #: Why such checkpointing and two nano-batches cannot be combined, and what to do.
 REENTRANT = (
-    "reentrant activation checkpointing cannot be combined with two nano-batches: it computes gradients of parameters "
-    "once for each. Checkpoint by transformers or torch with use_reentrant=False (gradient_checkpointing_kwargs={"
-    '"use_reentrant": False}), or set `distca.overlap` to "local_first"'
+    "reentrant activation checkpointing (also of parts of a layer, as tiled MLPs do) cannot be combined with two "
+    "nano-batches: it computes gradients of parameters once for each. Checkpoint by transformers or torch with "
+    'use_reentrant=False (gradient_checkpointing_kwargs={"use_reentrant": False}), or set `distca.overlap` to '
+    '"local_first"'
 )
 
 
@@ -46,18 +48,26 @@ class OverlapError(RuntimeError):
 
 
 class NanoPair:
-    """The two nano-batches of one forward; :attr:`plans` stand for the micro-batch's plan in either.
+    """The two nano-batches of one forward.
 
     Args:
         plan: of the micro-batch, in two parts.
         hand_over: called by a nano-batch, with its number, to let the other one run; returns when it is its turn.
+
+    Attributes:
+        awaited: after the forward, called for something as long as its backward may come, and for None from then on.
     """
 
     def __init__(self, plan: StepPlan, hand_over: Callable[[int], None]) -> None:
         self.plan, self.hand_over = plan, hand_over
-        self.plans = (HalfPlan(self, 0), HalfPlan(self, 1))
+        self.awaited: Callable[[], Awaited | None] = lambda: None
         self.token: torch.Tensor | None = None
         self._layers: list[_Layer] = []  # of which nano-batch 1 has not started yet
+
+    @property
+    def plans(self) -> tuple[HalfPlan, HalfPlan]:
+        """What stands for the micro-batch's plan in either."""
+        return HalfPlan(self, 0), HalfPlan(self, 1)
 
     def layer(self, nano: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> _Layer:
         """The next layer of a nano-batch. Nano-batch 0 comes to it first."""
@@ -72,12 +82,33 @@ class NanoPair:
             )
         return layer
 
-    def close(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Ends nano-batch 0: in backward its outputs get their gradients once nano-batch 1 has sent its own rows."""
-        if self.token is None or not self.token.requires_grad or not tensors:
+    def pass_on(self, token: torch.Tensor) -> None:
+        """From one node to the next. One without a gradient is of a layer that backward does not come to, and must not
+        for the sake of the other nano-batch's token."""
+        if self.token is None or token.requires_grad:
+            self.token = token
+
+    def close(self, nano: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Ends a nano-batch with its outputs, 0 first. In backward that of nano-batch 1 is the first of all nodes,
+        whichever outputs the loss reads, and nano-batch 0 begins once nano-batch 1 has sent its own rows."""
+        token, awaited = self.token, Awaited()
+        if nano == 1:
+            # A token leads to the whole graph, and recomputation in the graph back to here.
+            self.token = None
+        first = next((i for i, t in enumerate(tensors) if t.requires_grad), None)
+        if token is None or not token.requires_grad or first is None:
             return tensors
-        *tensors, self.token = _Close.apply(self.token, *tensors)
-        return tensors
+        end, token = _Close.apply(awaited, token, tensors[first])
+        if nano == 0:
+            self.token = token
+        else:
+            self.awaited = weakref.ref(awaited)
+        others = (_Tie.apply(token, t) if t.requires_grad else t for t in tensors[first + 1 :])
+        return [*tensors[:first], end, *others]
+
+
+class Awaited:
+    """Lives as long as a graph whose backward has not begun."""
 
 
 class HalfPlan:
@@ -127,11 +158,13 @@ class HalfPlan:
         if pair.token is None:
             # The value is never read: it is there because gradients without one leave the device's own thread.
             pair.token = torch.zeros((), device=q.device)
-        pair.token = _Dispatch.apply(q, k, v, pair.token, layer, nano)
-        pair.hand_over(nano)
-        pair.token = _Serve.apply(pair.token, layer, nano)
-        pair.hand_over(nano)
-        out, lse, pair.token = _Collect.apply(pair.token, layer, nano)
+        with torch.set_grad_enabled(any(t.requires_grad for t in (q, k, v))):
+            pair.pass_on(_Dispatch.apply(q, k, v, pair.token, layer, nano))
+            pair.hand_over(nano)
+            pair.pass_on(_Serve.apply(pair.token, layer, nano))
+            pair.hand_over(nano)
+            out, lse, token = _Collect.apply(pair.token, layer, nano)
+            pair.pass_on(token)
         return _padded(out, lse)
 
     def attend_again(
@@ -248,8 +281,7 @@ class _Collect(torch.autograd.Function):
             if ctx.nano == 1:
                 layer.backward = BackwardSteps(layer.plan, layer.spec, layer.kernel)
             layer.backward.dispatch(ctx.nano, Given(q, k, v, out, lse, dout, dlse))
-        # The last one in forward gets no gradient for its token.
-        return torch.zeros((), device=out.device) if dtoken is None else dtoken, None, None
+        return dtoken, None, None
 
 
 class _Recomputed(torch.autograd.Function):
@@ -269,12 +301,26 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Close(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return (*(t.view_as(t) for t in tensors), token.view_as(token))
+    """The end of a nano-batch and one of its outputs, whose gradient is zero where only others are read."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        *dtensors, dtoken = gradients
-        return (dtoken, *dtensors)
+    def forward(ctx: Any, awaited: Awaited, token: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.awaited = awaited
+        return x.view_as(x), token.view_as(token)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Any, dtoken: Any) -> tuple[Any, ...]:
+        ctx.awaited = None
+        return None, dtoken, dx
+
+
+class _Tie(torch.autograd.Function):
+    """An output beside it: who reads it begins at the end."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Any) -> tuple[Any, Any]:
+        return torch.zeros((), device=dx.device), dx

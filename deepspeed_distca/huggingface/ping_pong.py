@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class PingPong:
         self.split = False
         self._seen, self._asked = False, asked
         self.running: int | None = None
+        self._awaited: Callable[[], object | None] = lambda: None
         self._name = type(decoder).__name__
         if contract.rows != "packed":
             raise UnsupportedModelError(
@@ -95,8 +97,10 @@ class PingPong:
 
     @property
     def ready(self) -> bool:
-        """Whether the next training micro-batch can run as two nano-batches."""
-        return self._seen and self.problem is None
+        """Whether the next training micro-batch can run as two nano-batches. Not while another one waits for its
+        backward: where both go backward together, only the order in which they were made keeps ranks together, and of
+        what two threads have made there is none."""
+        return self._seen and self.problem is None and self._awaited() is None
 
     def remove(self) -> None:
         """Gives the base model its own forward back."""
@@ -116,8 +120,9 @@ class PingPong:
             halves_plan = plan.result().halves
         self.split = halves_plan is not None
         if halves_plan is None:
-            output = self._forward(*args, **kwargs)
-            if bound[KEPT].reentrant:
+            with _without_gradients(self.base, look=not self._seen) as parts:
+                output = self._forward(*args, **kwargs)
+            if parts or bound[KEPT].reentrant:
                 self._refused(UnsupportedModelError(REENTRANT))
             self._seen = True
             return output
@@ -153,12 +158,12 @@ class PingPong:
         def run(nano: int) -> Any:
             self.running = nano
             output = self._forward(**{**halves[nano], PLAN: pair.plans[nano]})
-            return output if nano else _map(output, iter(pair.close(_floating(output))))
+            return _map(output, iter(pair.close(nano, _floating(output))))
 
         try:
             return turns.run(lambda: run(0), lambda: run(1))
         finally:
-            self.running = None
+            self.running, self._awaited = None, pair.awaited
 
     def _hand_over(self, turns: Turns) -> Callable[[int], None]:
         def hand_over(nano: int) -> None:
@@ -201,6 +206,26 @@ class PingPong:
         row = value.expand(batch, *value.shape[1:]).flatten(0, 1)[None]
         # A half without tokens gets one that stands in: models do not know what to make of none.
         return tuple(part if part.shape[1] else row[:, :1] for part in (row[:, :cut], row[:, cut:]))
+
+
+@contextmanager
+def _without_gradients(model: nn.Module, *, look: bool) -> Iterator[list[nn.Module]]:
+    """Finds parts of a model that are trained and called with gradients off: what goes backward through them runs them
+    once more by itself, as reentrant checkpoints and tiled layers do."""
+    found: list[nn.Module] = []
+
+    def seen(module: nn.Module, args: tuple) -> None:
+        if not torch.is_grad_enabled():
+            found.append(module)
+
+    modules = model.modules() if look else ()
+    trained = [m for m in modules if any(p.requires_grad for p in m.parameters(recurse=False))]
+    handles = [module.register_forward_pre_hook(seen) for module in trained]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _merge(outputs: tuple[Any, Any], rows: tuple[int, ...], shape: tuple[int, int]) -> Any:

@@ -49,8 +49,7 @@ def run_in_two(
         for start in range(0, len(layers), interval or len(layers)):
             some = partial(_block, layers[start : start + (interval or len(layers))], pair.plans[nano], kept)
             hidden, positions = checkpoint(some, hidden, positions) if interval else some(hidden, positions)
-        if nano == 0:
-            (hidden,) = pair.close([hidden])
+        (hidden,) = pair.close(nano, [hidden])
         return hidden[:, : rows[nano]]
 
     return torch.cat(turns.run(lambda: run(0), lambda: run(1)), dim=1), inputs[1]

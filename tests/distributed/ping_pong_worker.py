@@ -118,8 +118,7 @@ def in_two(q, k, v, ping_pong: StepPlan, spec: AttentionSpec, *, again: bool = F
         real = len(q[rows])
         given = [t[rows] if real else torch.cat([t[:0], t.new_zeros((1, *t.shape[1:]))]) for t in (q, k, v)]
         out, lse = attend(nano, *given)
-        out, lse = out[:real], lse[:, :real]
-        return (out, lse) if nano else tuple(pair.close([out, lse]))
+        return tuple(pair.close(nano, [out[:real], lse[:, :real]]))
 
     (out_0, lse_0), (out_1, lse_1) = turns.run(lambda: half(0), lambda: half(1))
     return torch.cat([out_0, out_1]), torch.cat([lse_0, lse_1], dim=1)

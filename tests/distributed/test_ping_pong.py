@@ -10,6 +10,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.operation_order import Message, Operation, run
 
 WORKER = "tests.distributed.ping_pong_worker:"
+WAYS = "tests.distributed.ping_pong_ways_worker:"
 ORDER_WORKER = "tests.distributed.ping_pong_order_worker:"
 NAMES = ("out", "lse", "dq", "dk", "dv")
 TOLERANCE = 1e-5
@@ -128,6 +129,51 @@ def test_every_family_of_decoders_is_exact(zero: int, checkpointing: bool, first
     assert [r["name"] for r in found] == names
     bad = [r for r in found if "error" in r or not r["split"] or max(r["loss_error"], r["gradient_error"]) > TOLERANCE]
     assert not bad
+
+
+def exact(results: list[dict]) -> None:
+    assert all(found["split"] and found["gradient_error"] < TOLERANCE for found in results), results
+
+
+@pytest.mark.parametrize("checkpointing, keep", [(False, True), (True, True), (True, False)])
+def test_backward_does_not_come_to_layers_below_all_that_is_trained(checkpointing: bool, keep: bool) -> None:
+    options = dict(layout=LAYOUTS["one long document"], checkpointing=checkpointing, keep_attention=keep)
+    results = run_ranks(WAYS + "frozen", 2, **options)
+    exact(results)
+    assert [found["parts"] for found in results] == [4, 4]  # two layers of three, by two nano-batches
+
+
+@pytest.mark.parametrize("zero, checkpointing", [(0, "off"), (2, "non-reentrant"), (3, "off")])
+def test_a_loss_may_read_any_layer(zero: int, checkpointing: str) -> None:
+    options = dict(layout=LAYOUTS["one long document"], zero=zero, checkpointing=checkpointing)
+    exact(run_ranks(WAYS + "inner_loss", 2, **options))
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant"])
+def test_one_backward_of_several_forwards(checkpointing: str) -> None:
+    # Rank 1's graph of the last one has other nodes: those that stand in for a half without tokens.
+    layouts = [LAYOUTS[name] for name in ("one long document", "one long document", "an empty half")]
+    for found in run_ranks(WAYS + "one_backward", 2, layouts=layouts, checkpointing=checkpointing):
+        assert found["gradient_error"] < TOLERANCE, found
+        # None is divided while another one waits that was. The first of all forwards is not.
+        assert found["splits"] == [False, True, False, True, False, False], found
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant"])
+def test_nothing_is_left_of_a_forward_without_backward(checkpointing: str) -> None:
+    for found in run_ranks(WAYS + "dropped", 2, layout=LAYOUTS["one long document"], checkpointing=checkpointing):
+        assert found["split"] and len(set(found["tensors"])) == 1, found
+
+
+def test_parts_of_layers_in_reentrant_checkpoints() -> None:
+    for found in run_ranks(WAYS + "reentrant_parts", 2, layout=LAYOUTS["one long document"], zero=2):
+        assert "reentrant" in found["asked"] and "distca.overlap" in found["asked"]
+        assert not found["chosen"]["split"] and found["chosen"]["gradient_error"] < TOLERANCE, found
+
+
+@pytest.mark.parametrize("zero, keep", [(1, False), (3, True)])
+def test_checkpoints_within_checkpoints(zero: int, keep: bool) -> None:
+    exact(run_ranks(WAYS + "nested", 2, layout=LAYOUTS["longer than a rank"], zero=zero, keep_attention=keep))
 
 
 def test_twenty_steps_as_without_the_plugin() -> None:

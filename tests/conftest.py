@@ -32,7 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).parents[1]
 #: Functions that start processes.
-STARTERS = {("tests.distributed.harness", name) for name in ("run_ranks", "run_program", "forking")}
+STARTERS = {("tests.distributed.harness", name) for name in ("run_ranks", "run_script", "run_program", "forking")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.distributed.harness import ROOT, free_port, run_program
+from tests.distributed.harness import ROOT, free_port, run_program, run_script
 
 TRAIN = ROOT / "examples" / "hf_llama" / "train.py"
 LINE = re.compile(r"step (\d+)/\d+ loss (\d+\.\d+) tokens/s (\d+) balance (\d+\.\d+) -> (\d+\.\d+)")
@@ -37,14 +37,19 @@ class Step(NamedTuple):
     balance_after: float
 
 
-def launch(output: Path, *arguments: object, config: str = "zero1", ranks: int = 2) -> tuple[dict[int, Step], str]:
-    """Runs train.py; the steps it reported and everything it printed."""
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_accelerators", ranks]
+def launch(
+    output: Path, *arguments: object, config: str = "zero1", ranks: int = 2, launched: bool = False
+) -> tuple[dict[int, Step], str]:
+    """Runs train.py, with DeepSpeed's launcher or without; the steps it reported and everything it printed."""
     path = ROOT / "configs" / "ds_config" / f"{config}.json"
-    command = [*launcher, "--master_port", free_port(), TRAIN, "--deepspeed_config", path]
-    done = run_program([*command, *SMALL, "--output-dir", output, *arguments], output)
-    printed = done.stdout
-    assert done.returncode == 0, printed[-6000:]
+    options = ["--deepspeed_config", path, *SMALL, "--output-dir", output, *arguments]
+    if launched:
+        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_accelerators", ranks]
+        done = run_program([*launcher, "--master_port", free_port(), TRAIN, *options], output)
+        printed = done.stdout
+        assert done.returncode == 0, printed[-6000:]
+    else:
+        printed = run_script(TRAIN, ranks, *options, folder=output)
     steps = {int(n): Step(loss, int(rate), float(b), float(a)) for n, loss, rate, b, a in LINE.findall(printed)}
     return steps, printed
 
@@ -112,6 +117,6 @@ def test_a_pretrained_model_and_texts_of_ones_own(tmp_path):
     model.bfloat16().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     arguments = ["--model", tmp_path / "model", "--text-dir", texts, "--steps", 4, "--bf16"]
-    steps, printed = launch(tmp_path, *arguments, config="zero3")
+    steps, printed = launch(tmp_path, *arguments, config="zero3", launched=True)
     assert list(steps) == [1, 2, 3, 4] and "12 documents" in printed
     assert float(steps[4].loss) < float(steps[1].loss)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.distributed.harness import ROOT, free_port, run_program, run_ranks
+from tests.distributed.harness import ROOT, run_ranks, run_script
 
 EXAMPLES = ROOT / "examples" / "hf_llama"
 LINE = re.compile(r"^step (\d)/3 reward (\d\.\d+) micro-batches (\d+) balance (\d\.\d+) -> (\d\.\d+)", re.MULTILINE)
@@ -28,13 +27,10 @@ def grpo(monkeypatch):
 
 
 def test_it_runs(tmp_path: Path):
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_accelerators", 2]
-    config = ROOT / "configs" / "ds_config" / "zero1.json"
-    command = [*launcher, "--master_port", free_port(), EXAMPLES / "train_grpo.py", "--deepspeed_config", config]
-    done = run_program([*command, *SMALL, "--steps", 3], tmp_path)
-    assert done.returncode == 0, done.stdout[-6000:]
-    steps = LINE.findall(done.stdout)
-    assert [int(step[0]) for step in steps] == [1, 2, 3], done.stdout[-4000:]
+    options = ["--deepspeed_config", ROOT / "configs" / "ds_config" / "zero1.json", *SMALL, "--steps", 3]
+    printed = run_script(EXAMPLES / "train_grpo.py", 2, *options, folder=tmp_path)
+    steps = LINE.findall(printed)
+    assert [int(step[0]) for step in steps] == [1, 2, 3], printed[-4000:]
     assert all(float(after) <= float(before) + 0.005 for *_, before, after in steps)
 
 

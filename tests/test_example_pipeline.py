@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.distributed.harness import ROOT, free_port, run_program
+from tests.distributed.harness import ROOT, run_script
 
 LINE = re.compile(r"step (\d+)/\d+ loss (\d+\.\d+) seconds \d+\.\d+ balance (\d+\.\d+) -> (\d+\.\d+)")
 SMALL = ["--hidden-size", "64", "--vocab-size", "512", "--documents", "30", "--tokens-per-rank", "512"]
@@ -17,12 +16,9 @@ SMALL = ["--hidden-size", "64", "--vocab-size", "512", "--documents", "30", "--t
 
 def launch(folder: Path, *arguments: object) -> dict[int, tuple[str, float, float]]:
     """Step to (loss as printed, balance before, balance after)."""
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_accelerators", "2"]
     script = ROOT / "examples" / "hf_llama" / "train_pipeline.py"
-    command = [*launcher, "--master_port", free_port(), script, *SMALL, "--bf16", "--output-dir", folder]
-    done = run_program([*command, *arguments], folder)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return {int(n): (loss, float(b), float(a)) for n, loss, b, a in LINE.findall(done.stdout)}
+    printed = run_script(script, 2, *SMALL, "--bf16", "--output-dir", folder, *arguments, folder=folder)
+    return {int(n): (loss, float(b), float(a)) for n, loss, b, a in LINE.findall(printed)}
 
 
 def test_the_example_trains_resumes_and_saves_a_whole_model(tmp_path):

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import ROOT, free_port, run_program, run_ranks
+from tests.distributed.harness import ROOT, run_ranks, run_script
 
 LINE = re.compile(
     r"^step (\d)/3 tokens (\d+), without sharing (\d+) micro-batches (\d+) losses (\S+) (\S+) ", re.MULTILINE
@@ -18,14 +17,12 @@ SMALL = ["--longest-answer", 32, "--prompt-tokens", 48, "--prompts", 6, "--group
 
 
 def test_it_runs(tmp_path: Path):
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_accelerators", 2]
     config = ROOT / "configs" / "ds_config" / "zero1.json"
+    options = ["--deepspeed_config", config, *SMALL, "--tokens-per-rank", 320, "--steps", 3]
     script = ROOT / "examples" / "hf_llama" / "shared_prompts.py"
-    command = [*launcher, "--master_port", free_port(), script, "--deepspeed_config", config]
-    done = run_program([*command, *SMALL, "--tokens-per-rank", 320, "--steps", 3], tmp_path)
-    assert done.returncode == 0, done.stdout[-6000:]
-    steps = LINE.findall(done.stdout)
-    assert [int(step[0]) for step in steps] == [1, 2, 3], done.stdout[-4000:]
+    printed = run_script(script, 2, *options, folder=tmp_path)
+    steps = LINE.findall(printed)
+    assert [int(step[0]) for step in steps] == [1, 2, 3], printed[-4000:]
     assert all(int(shared) < 0.7 * int(alone) for _, shared, alone, *_ in steps)
     # The first update is from the policy that gave the old log-probabilities; after it the loss is lower.
     assert all(float(second) < float(first) for *_, first, second in steps)

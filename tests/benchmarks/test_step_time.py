@@ -14,7 +14,7 @@ import pytest
 
 from deepspeed_distca.layout import LENGTH
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
-from tests.distributed.harness import ROOT, run_program, run_ranks
+from tests.distributed.harness import ROOT, run_program, run_ranks, run_script
 
 TINY = ["--hidden", "256", "--head-dim", "32", "--tokens", "512", "--layers", "1", "--vocabulary", "256"]
 VARIANTS = ("plain", "distca local_first tol 0.005", "ulysses")
@@ -29,10 +29,17 @@ def steps(monkeypatch):
     return batches, report
 
 
+SCRIPT = ROOT / "benchmarks" / "step_time.py"
+
+
+def run(*arguments: object) -> str:
+    return run_script(SCRIPT, 2, *TINY, *arguments, launcher="torchrun")
+
+
 def launch(*arguments: object) -> str:
+    """The same, by torchrun itself."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(ROOT / "benchmarks" / "step_time.py"), *TINY, *map(str, arguments)]
-    done = run_program(command)
+    done = run_program([*command, SCRIPT, *TINY, *arguments])
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
@@ -42,7 +49,7 @@ def test_all_variants_have_the_same_loss_and_a_row_each(tmp_path: Path) -> None:
     options = ["--mixes", "long|short", "--workloads", "pretrain:1:shuffled", "--overlap", "local_first"]
     options += ["--tolerance", 0.005, "--steps", 2, "--warm-up", 0, "--budget-seconds", 600]
     options += ["--json", files["raw.json"], "--save", files["report.md"], "--timeline", files["trace.json.gz"]]
-    printed = launch(*options)
+    printed = run(*options)
     raw = json.loads(files["raw.json"].read_text())
     assert list(raw["batches"]) == ["long|short", "pretrain:shuffled #0"] and raw["notes"] == []
     for rows in raw["batches"].values():
@@ -70,7 +77,7 @@ def test_all_variants_have_the_same_loss_and_a_row_each(tmp_path: Path) -> None:
 def test_variants_take_turns_with_the_same_losses_and_a_measured_ideal(tmp_path: Path) -> None:
     options = ["--turns", "--mixes", "long|short", "--workloads", "--variants", "plain", "evened", "distca"]
     options += ["--overlap", "local_first", "--steps", 2, "--warm-up", 0]
-    launch(*options, "--json", tmp_path / "raw.json", "--save", tmp_path / "report.md")
+    run(*options, "--json", tmp_path / "raw.json", "--save", tmp_path / "report.md")
     rows = json.loads((tmp_path / "raw.json").read_text())["batches"]["long|short"]
     assert list(rows) == ["plain", "evened", "distca local_first"]
     steps = [(*when, name) for name, row in rows.items() for when in row["when"]]

@@ -170,6 +170,42 @@ def run_ranks(
     Raises:
         AssertionError: a rank failed or all hang; the message holds every rank's output, and where it hangs.
     """
+    return _run(function, world, arguments, quiet=quiet, threads=threads, accelerator=accelerator)[0]
+
+
+def run_script(script: Path, world: int, *arguments: object, folder: Path = ROOT, launcher: str = "deepspeed") -> str:
+    """Runs a script on so many ranks, as a launcher would: as ``__main__``, in a process that knows nothing of the
+    plugin, and to the end of what is registered with atexit. Ranks are forked, which spares the import of libraries:
+    5 s of a core each, and as much for a launcher. `run_program` is for what launchers and interpreters do.
+
+    Args:
+        script: its path.
+        world: number of processes.
+        arguments: of the script, of any types.
+        folder: in which it runs.
+        launcher: "deepspeed", which gives ``--local_rank`` too, or "torchrun".
+
+    Returns:
+        what it printed, rank 0 first.
+
+    Raises:
+        AssertionError: as `run_ranks` does; or a rank ended with another exit code than 0.
+    """
+    given = dict(script=str(script), arguments=list(map(str, arguments)), folder=str(folder), launcher=launcher)
+    return _run("tests.distributed.script_worker:run", world, given, returns=False)[1]
+
+
+def _run(
+    function: str,
+    world: int,
+    arguments: Mapping[str, Any],
+    *,
+    quiet: int = QUIET,
+    threads: int = 1,
+    accelerator: str = "cpu",
+    returns: bool = True,
+) -> tuple[list[Any], str]:
+    """What each rank returned, if it `returns` anything, and what all printed."""
     with tempfile.TemporaryDirectory() as folder:
         common = {
             **os.environ,
@@ -208,16 +244,20 @@ def run_ranks(
                 if process.pid is not None:
                     process.kill()
                     process.join()
-        results = [Path(folder, f"result{rank}") for rank in range(world)]
+        # A script may end by itself.
+        results = [Path(folder, f"result{rank}") for rank in range(world)] if returns else []
         if any(code != 0 for code in codes) or not all(path.exists() for path in results):
             raise AssertionError(f"{function} over {world} ranks: exit codes {codes}\n{_logs(folder, world)}")
-        return [json.loads(path.read_text()) for path in results]
+        return [json.loads(path.read_text()) for path in results], "".join(_texts(folder, world))
 
 
 def _logs(folder: str, world: int) -> str:
+    return "\n".join(f"--- rank {rank} ---\n{text[-6000:]}" for rank, text in enumerate(_texts(folder, world)))
+
+
+def _texts(folder: str, world: int) -> list[str]:
     logs = [Path(folder, f"log{rank}") for rank in range(world)]
-    texts = [log.read_text(errors="replace")[-6000:] if log.exists() else "" for log in logs]
-    return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in enumerate(texts))
+    return [log.read_text(errors="replace") if log.exists() else "" for log in logs]
 
 
 def _say_where(processes: list[multiprocessing.process.BaseProcess]) -> None:

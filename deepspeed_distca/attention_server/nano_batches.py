@@ -151,8 +151,9 @@ class HalfPlan:
             raise OverlapError(REENTRANT)
         if in_backward():
             raise OverlapError(
-                "a layer is recomputed in backward, but nothing of its core attention was kept. Checkpoint layers by "
-                'transformers or torch with use_reentrant=False, or set `distca.overlap` to "local_first"'
+                "a layer is recomputed in backward, but nothing of its core attention is kept: in two nano-batches it "
+                "can be recomputed once only. Checkpoint layers by transformers or torch with use_reentrant=False, and "
+                'go backward through them once (without retain_graph), or set `distca.overlap` to "local_first"'
             )
         layer = pair.layer(nano, q, k, v, spec)
         if pair.token is None:

@@ -87,23 +87,25 @@ class Turns:
     def hand_over(self, who: int) -> None:
         """Lets the other one run, and returns when it hands over in turn or has finished.
 
-        Under activation checkpointing each has random numbers of its own: a recomputed layer draws all of its numbers
-        without anybody in between, and must get the same ones.
+        From the first checkpointed layer on each has random numbers of its own: a recomputed layer draws all of its
+        numbers without anybody in between, and must get the same ones.
 
         Raises:
             Abandoned: the other one has failed.
         """
         if self._failure is not None:
             raise Abandoned
-        hooked = saved_tensor_hooks() is not None
-        mine = _RandomState(self._device) if hooked else None
-        if mine is not None and self._forked is None:
+        own = self._forked is not None or saved_tensor_hooks() is not None
+        mine = _RandomState(self._device) if own else None
+        if self._forked is None:
             self._forked = mine
         if not self._finished[1 - who]:
             self._turn[1 - who].release()
             self._wait(who)
         if mine is not None:
             mine.restore()
+        elif self._forked is not None:
+            self._forked.fork()
 
     def _wait(self, who: int) -> None:
         self._turn[who].acquire()

@@ -110,3 +110,29 @@ def test_recomputation_draws_the_same_random_numbers() -> None:
     for x, output in zip(inputs, outputs, strict=True):
         # x * x * mask: its derivative is 2 x mask, and x mask = output / x.
         torch.testing.assert_close(x.grad, 2 * output.detach() / x.detach())
+
+
+@pytest.mark.parametrize("checkpointed", [(0,), (1,), (0, 2), (1, 2), (2,), (0, 1, 2)])
+def test_no_random_numbers_come_twice(checkpointed: tuple[int, ...]) -> None:
+    turns, drawn, again = Turns(CPU), [], []
+
+    def layer(x: torch.Tensor, who: int) -> torch.Tensor:
+        recomputed = torch._C._current_graph_task_id() != -1
+        for _ in range(2):
+            if not recomputed:
+                turns.hand_over(who)
+            numbers = torch.rand(4)
+            (again if recomputed else drawn).append(tuple(numbers.tolist()))
+            x = (x * numbers).sin()
+        return x
+
+    def run(who: int) -> torch.Tensor:
+        x = torch.ones(4, requires_grad=True)
+        for i in range(3):
+            x = checkpoint(layer, x, who, use_reentrant=False) if i in checkpointed else layer(x, who)
+        return x
+
+    for output in turns.run(lambda: run(0), lambda: run(1)):
+        output.sum().backward()
+    assert len(drawn) == len(set(drawn)) == 12
+    assert len(again) == 4 * len(checkpointed) and set(again) <= set(drawn)

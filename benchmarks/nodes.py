@@ -8,14 +8,15 @@ of each workload, context and order, in a contiguous layout and a head-tail one,
 documents with "whole", by nodes and as if there were none ("placing" is processor time of that). Links carry 450 GB/s
 within a node and 50 GB/s between nodes, each way a GPU, and take 78 us. "Flat" is the plan that knows no nodes, whose
 rows travel to each server that needs them; "levels" the one that balances nodes and then the servers of each, or flat
-where that is not within the tolerance, whose rows cross once to a node; "chosen" what `Worth` takes in each phase: one
-of these, one of less balance, or everything at home. "Across" are MiB that cross nodes, sent by the mean GPU in
-forward and backward of a layer, "worst NIC" what the busiest one sends or receives. "Planning" is processor time of
-both phases, the least of three times. Seconds are those of a layer's attention, forward and backward, as
-`phase_seconds` predicts them: with everything at home ("plain", where documents that continue on other ranks are
-exchanged), by these plans, by those that are chosen for two nano-batches ("in two": `ping_pong`, which is the default
-over nodes, and what it costs), by either choice if all NICs of a node carried equal parts of what crosses, for nothing
-("even NICs"), and with attention evened out for nothing ("ideal"). Nothing is measured but planning and placing.
+where that is not within the tolerance, whose rows cross once to a node; "chosen" what `Worth` takes in each phase with
+`overlap` left out, which over nodes is `ping_pong`, and "local_first" what it takes with that: one of these, one of
+less balance, or everything at home. "Across" are MiB that cross nodes, sent by the mean GPU in forward and backward of
+a layer, "worst NIC" what the busiest one sends or receives. "Planning" is processor time of both phases, the least of
+three times. Seconds are those of a layer's attention, forward and backward, as `phase_seconds` predicts them: with
+everything at home ("plain", where documents that continue on other ranks are exchanged), by these plans, which but for
+the chosen one hide transfers under local tasks alone, by either choice if all NICs of a node carried equal parts of
+what crosses, for nothing ("even NICs"), and with attention evened out for nothing ("ideal"). Nothing is measured but
+planning and placing.
 """
 
 from __future__ import annotations
@@ -71,18 +72,18 @@ COLUMNS = {
     "across_mib": "across",
     "worst_nic_mib": "worst NIC",
     "planning_ms": "planning ms",
+    "local_first_balance_forward": "local_first: balance forward",
+    "local_first_balance_backward": "backward",
+    "local_first_across_mib": "across",
+    "local_first_worst_nic_mib": "worst NIC",
+    "local_first_planning_ms": "planning ms",
     "plain_s": "seconds: plain",
     "flat_s": "flat",
     "levels_s": "levels",
+    "local_first_s": "local_first",
+    "local_first_even_s": "even NICs",
     "chosen_s": "chosen",
     "chosen_even_s": "even NICs",
-    "in_two_balance_forward": "in two: balance forward",
-    "in_two_balance_backward": "backward",
-    "in_two_across_mib": "across",
-    "in_two_worst_nic_mib": "worst NIC",
-    "in_two_planning_ms": "planning ms",
-    "in_two_s": "seconds: in two",
-    "in_two_even_s": "even NICs",
     "ideal_s": "ideal",
     "placing_ms": "placing ms",
 }
@@ -98,7 +99,7 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
     cost, servers = cost_model(), layout.num_ranks
     options = PlanOptions(TOLERANCE, GRANULARITY, min_gain=MIN_GAIN, linear_flops=LINEAR, topology=topology)
     found: dict[str, float] = defaultdict(float)
-    moved = {prefix: np.zeros((servers, servers)) for prefix in ("flat_", "levels_", "", "in_two_")}
+    moved = {prefix: np.zeros((servers, servers)) for prefix in ("flat_", "levels_", "local_first_", "")}
     given = {"tolerance": TOLERANCE, "granularity": GRANULARITY}
     for phase in PHASES:
         worth = Worth(layout, None, phase, cost, options, early=False)
@@ -106,7 +107,7 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
         plans = {
             "flat_": partial(balance, layout, cost, phase=phase, **given),
             "levels_": partial(planned_by_levels, layout, cost, topology, phase=phase, **given),
-            "": lambda worth=worth, at_home=at_home: worth.spread(at_home)[0],
+            "local_first_": lambda worth=worth, at_home=at_home: worth.spread(at_home)[0],
         }
         for prefix, plan in plans.items():
             tasks, ms = timed(plan)
@@ -114,20 +115,20 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
             compiler = RouteCompiler(layout, tasks.rows, None if prefix == "flat_" else topology)
             found[f"{prefix}balance_{phase}"] = tasks.balance
             moved[prefix] += sum(compiler.bytes_between(cost.heads, phase))
-            found[f"{prefix or 'chosen_'}s"] += worth.seconds(compiler)
+            found[f"{prefix}s"] += worth.seconds(compiler)
         # What a phase takes more than its linear work.
         linear, in_two = (
             worth.whole - worth.before,
             Worth(layout, None, phase, cost, options, early=False, in_two=True),
         )
         (halved, _), ms = timed(partial(in_two.spread, at_home))
-        found["in_two_planning_ms"] += ms
-        found[f"in_two_balance_{phase}"] = halved.balance
+        found["planning_ms"] += ms
+        found[f"balance_{phase}"] = halved.balance
         compiler = RouteCompiler(layout, halved.rows, topology)
-        moved["in_two_"] += sum(compiler.bytes_between(cost.heads, phase))
-        for name, compiled in (("in_two_s", compiler), ("in_two_even_s", EvenNics(layout, halved.rows, topology))):
+        moved[""] += sum(compiler.bytes_between(cost.heads, phase))
+        for name, compiled in (("chosen_s", compiler), ("chosen_even_s", EvenNics(layout, halved.rows, topology))):
             found[name] += in_two.takes(compiled) - linear
-        found["chosen_even_s"] += worth.seconds(EvenNics(layout, tasks.rows, topology))
+        found["local_first_even_s"] += worth.seconds(EvenNics(layout, tasks.rows, topology))
         found["plain_s"] += worth.seconds(at_home)
         found["ideal_s"] += worth.least()
     for prefix, size in moved.items():

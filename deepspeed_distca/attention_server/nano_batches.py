@@ -152,8 +152,8 @@ class HalfPlan:
         if in_backward():
             raise OverlapError(
                 "a layer is recomputed in backward, but nothing of its core attention is kept: in two nano-batches it "
-                "can be recomputed once only. Checkpoint layers by transformers or torch with use_reentrant=False, and "
-                'go backward through them once (without retain_graph), or set `distca.overlap` to "local_first"'
+                "is recomputed once only. Checkpoint layers by transformers or torch with use_reentrant=False, and go "
+                'backward through them once (without retain_graph), or set `distca.overlap` to "local_first"'
             )
         layer = pair.layer(nano, q, k, v, spec)
         if pair.token is None:

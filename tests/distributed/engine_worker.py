@@ -57,20 +57,28 @@ def documents_of(layout: Layout, rng: np.random.Generator) -> dict[int, list[int
 
 
 def reference(model, micro_batches: list[dict[int, list[int]]]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Token-weighted loss and gradients with every document run alone, in one process."""
+    """Token-weighted loss and gradients with every document run alone, in one process. Ranks, which all hold the same
+    model and call this with the same documents, run a part of them each."""
     model.train()
     model.zero_grad()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     documents = [d for batch in micro_batches for d in batch.values()]
     targets = max(1, sum(len(d) - 1 for d in documents))
     total = 0.0
-    for tokens in documents:
-        if len(tokens) < 2:
-            continue  # no target
+    # Those of one token have no target. The longest are dealt out first, so that no rank waits long.
+    for tokens in sorted((d for d in documents if len(d) > 1), key=len, reverse=True)[rank::world]:
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
         loss = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(tokens[1:]), reduction="sum") / targets
         loss.backward()
         total += float(loss.detach())
-    return total, {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    if world > 1:
+        flat = torch.cat([torch.tensor([total]), *(g.flatten() for g in gradients.values())])
+        dist.all_reduce(flat)
+        total, sizes = float(flat[0]), [g.numel() for g in gradients.values()]
+        parts = flat[1:].split(sizes)
+        gradients = {n: part.view_as(g) for (n, g), part in zip(gradients.items(), parts, strict=True)}
+    return total, gradients
 
 
 def full_gradients(engine) -> dict[str, torch.Tensor]:

@@ -56,7 +56,8 @@ def check(results: list[list[dict]], cases: list[dict]) -> None:
 
 @pytest.mark.parametrize("stages", [2, 4, 1], ids=["2 stages x 2 replicas", "4 x 1", "1 x 4"])
 def test_losses_and_gradients_are_those_of_one_process(stages: int) -> None:
-    cases = CASES if stages > 1 else CASES[2:7]
+    # A stage has two layers at least.
+    cases = CASES if stages > 1 else [{**given, "layers": 2} for given in CASES[2:7]]
     results = run_ranks(f"{WORKER}:train_cases", 4, stages=stages, cases=cases)
     check(results, cases)
     for given, outcome in zip(cases, results[0], strict=True):
@@ -120,6 +121,8 @@ def test_plans_by_nodes_and_two_nano_batches(stages: int) -> None:
         with_options(case(3, scope, "non-reentrant", zero=1, tied=True, seed=6), "ping_pong", node_size=4),
         with_options(case(2, "stage", form="shared", seed=7), "ping_pong", node_size=4),
     ]
+    if stages == 1:
+        cases = [{**given, "layers": 2} for given in cases]
     results = run_ranks(f"{WORKER}:train_cases", 4, stages=stages, cases=cases)
     check(results, cases)
     two, relayed = [False, False, stages == 1, True, True, True, True], 0

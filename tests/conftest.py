@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     if hasattr(config, "workerinput"):  # of pytest-xdist: what takes long is begun first
-        items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
+        items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in ("long", "ranks")])
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA device"

@@ -17,9 +17,7 @@ def test_ruff_finds_nothing(command: str) -> None:
     _run(command)
 
 
-# So that it is begun first: without a cache it takes longer than nearly all others.
-@pytest.mark.ranks
-@pytest.mark.quick
+@pytest.mark.long
 def test_mypy_finds_nothing() -> None:
     _run("mypy")
 

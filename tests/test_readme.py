@@ -23,6 +23,7 @@ def words(line: str) -> str:
     return re.sub(r"[\d.]+", "n", line)
 
 
+@pytest.mark.long
 @pytest.mark.quick
 def test_quickstart(tmp_path):
     (tmp_path / "ds_config.json").write_text(block("json"))

@@ -41,6 +41,7 @@ def possible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     slow_network.unlink()
 
 
+@pytest.mark.long
 def test_losses_are_plains_and_the_link_carries_what_was_planned() -> None:
     rows = slow_network.measured(GIVEN)
     plain, nodes = rows["plain"], rows["nodes"]

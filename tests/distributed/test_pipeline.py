@@ -54,6 +54,7 @@ def check(results: list[list[dict]], cases: list[dict]) -> None:
         assert "model.embed_tokens.weight" in names and ("lm_head.weight" in names) != given.get("tied", False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", [2, 4, 1], ids=["2 stages x 2 replicas", "4 x 1", "1 x 4"])
 def test_losses_and_gradients_are_those_of_one_process(stages: int) -> None:
     # A stage has two layers at least.
@@ -102,6 +103,7 @@ def test_ranks_find_out_the_nodes_of_their_servers() -> None:
         assert found == [None, [0, 0, 1, 1], None, [0, 1]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", [2, 4, 1], ids=["2 stages x 2 replicas", "4 x 1", "1 x 4"])
 def test_plans_by_nodes_and_two_nano_batches(stages: int) -> None:
     """Rows move between nodes, keys once to a node. Over nodes micro-batches run as two nano-batches, which hide it,

@@ -10,7 +10,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 
 export PYTHONNOUSERSITE=1 PATH="$PWD/.venv/bin:$PATH"
-unset PYTHONPATH PYTHONHOME
+# Compiled modules are kept: there are dozens of processes, which would all compile the package again.
+unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 case "$*" in
     # Ranks wait for each other most of the time: more workers than cores.
     "" | --slow) exec python -m pytest -n "$(($(nproc) * 3 / 2 + 1))" --durations=25 "$@" ;;

@@ -62,7 +62,12 @@ class Embedding(nn.Module):
 
     def forward(self, inputs: Activations) -> Activations:
         input_ids, position_ids = inputs
-        return self.embed_tokens(input_ids), position_ids
+        hidden_states = self.embed_tokens(input_ids)
+        if torch.is_grad_enabled() and not hidden_states.requires_grad:
+            # As DeepSpeed has it for what other stages receive. Layers of all stages share attention in backward, so
+            # backward has to come to those that are frozen, too.
+            hidden_states.requires_grad_()
+        return hidden_states, position_ids
 
 
 class DecoderLayer(nn.Module):

@@ -132,7 +132,10 @@ def parameters_by_name(module: DecoderPipeline) -> dict[str, torch.nn.Parameter]
 
 
 def make_engine(stages: int, micro_batches: int, case: SimpleNamespace, optimizer: str = "sgd", **config):
-    module = DecoderPipeline(make_model(*model_arguments(case)), stages, dynamic_shape=not case.static)
+    model = make_model(*model_arguments(case))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in case.frozen))
+    module = DecoderPipeline(model, stages, dynamic_shape=not case.static)
     distca = None if case.distca is None else {"advanced": {"granularity": 8}, **case.distca}
     settings = ds_config(case.zero, micro_batches, distca, **config)
     pipeline = {"activation_checkpoint_interval": case.interval, "use_reentrant": case.reentrant}
@@ -141,7 +144,7 @@ def make_engine(stages: int, micro_batches: int, case: SimpleNamespace, optimize
     if optimizer == "sgd":
         del settings["optimizer"]
         settings["zero_allow_untested_optimizer"] = True
-        given["optimizer"] = torch.optim.SGD(module.parameters(), lr=LR)
+        given["optimizer"] = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR)
     engine, *_ = deepspeed.initialize(model=module, config=settings, **given)
     return engine
 
@@ -153,7 +156,7 @@ def capture_gradients(engine) -> list[dict[str, torch.Tensor]]:
 
     def look_and_take(self):
         zero = engine.zero_optimization_stage()
-        named = parameters_by_name(engine.module)
+        named = {n: p for n, p in parameters_by_name(engine.module).items() if p.requires_grad}
         steps.append({n: (safe_get_full_grad(p) if zero else p.grad).clone() for n, p in named.items()})
         take(self)
 
@@ -197,6 +200,7 @@ def defaults(case: dict) -> SimpleNamespace:
             "static": False,
             "family": "llama",
             "options": {},
+            "frozen": [],
             "distca": {},
             **case,
         }

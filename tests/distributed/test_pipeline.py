@@ -88,6 +88,18 @@ def test_uneven_stages_groups_of_servers_shared_documents_and_windows() -> None:
     check(run_ranks(f"{WORKER}:train_cases", 4, stages=2, cases=cases), cases)
 
 
+def test_frozen_layers_of_the_first_stage_go_backward_with_those_of_the_others() -> None:
+    frozen = {"frozen": ["embed_tokens", "layers.0."], "steps": 1}
+    cases = [
+        case(3, "grid", **frozen),
+        case(3, "grid", "reentrant", zero=1, **frozen),
+        {**case(3, "grid", "non-reentrant", **frozen), "distca": {"overlap": "ping_pong"}},
+    ]
+    for outcomes in run_ranks(f"{WORKER}:train_cases", 2, stages=2, cases=cases):
+        for given, outcome in zip(cases, outcomes, strict=True):
+            assert outcome["gradient_error"] < TOLERANCE, (given, outcome)
+
+
 @pytest.mark.quick
 def test_a_resumed_run_and_the_saved_model_go_on_where_it_was(tmp_path) -> None:
     cases = [case(3, "grid", "reentrant", zero=1, tied=True), case(3, "stage")]

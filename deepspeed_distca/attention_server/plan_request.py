@@ -23,8 +23,9 @@ class PlanRequest:
 
     Args:
         gathered: waits for what the ranks have told each other.
-        make: from what was gathered gives the plan and the divisor of the summed loss, as far as the first layer's
-            forward needs them; what is left of making it is done in the following steps of the iteration.
+        make: from what was gathered, and what :meth:`result` was told, gives the plan and the divisor of the summed
+            loss, as far as the first layer's forward needs them; what is left of making it is done in the following
+            steps of the iteration.
         device: where the divisor is wanted.
 
     Attributes:
@@ -36,7 +37,7 @@ class PlanRequest:
     def __init__(
         self,
         gathered: Callable[[], GlobalMicroBatch],
-        make: Callable[[GlobalMicroBatch], Iterator[tuple[StepPlan, float]]],
+        make: Callable[[GlobalMicroBatch, bool | None], Iterator[tuple[StepPlan, float]]],
         device: torch.device,
     ) -> None:
         self.divisor = torch.ones((), device=device)
@@ -45,16 +46,20 @@ class PlanRequest:
         self._plan: StepPlan | None = None
         self._steps: Iterator[tuple[StepPlan, float]] = iter(())
 
-    def result(self) -> StepPlan:
+    def result(self, wanted: bool | None = None) -> StepPlan:
         """The plan, with one further step of making it as long as there are any: called by one layer after another.
         Collective.
+
+        Args:
+            wanted: whether backward comes to the layer that asks; None: that is not known. The first one's is compared
+                over ranks: in backward they need each other in all layers, or in none.
 
         Raises:
             Exception: of agreeing and planning; with an input that cannot be used, the same on every rank.
         """
         if self._plan is None:
             everyone = self._gathered()
-            self._steps = self._make(everyone)
+            self._steps = self._make(everyone, wanted)
             self._plan, divisor = next(self._steps)
             self.kept_layers = everyone.kept_layers
             self.divisor.fill_(divisor)

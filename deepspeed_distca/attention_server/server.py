@@ -162,7 +162,7 @@ class AttentionServer:
         return PlanRequest(self._agreement.gather(given), partial(self.plan, ahead=ahead), device)
 
     def plan(
-        self, everyone: GlobalMicroBatch, *, ahead: PlannedAhead | None = None
+        self, everyone: GlobalMicroBatch, wanted: bool | None = None, *, ahead: PlannedAhead | None = None
     ) -> Iterator[tuple[StepPlan, float]]:
         """Collective over all ranks: the plan of a training micro-batch, and the divisor of its summed loss with which
         the mean over ranks and micro-batches is the mean over all targets.
@@ -172,6 +172,7 @@ class AttentionServer:
         work. All steps give the same.
 
         Args:
+            wanted: see :meth:`PlanRequest.result`.
             ahead: what a loader has planned already.
         """
         layout, two, what = everyone.layout, everyone.in_two, "the plan of a micro-batch"
@@ -187,7 +188,7 @@ class AttentionServer:
         else:
             divisor = everyone.step_targets / (self._ranks * self._accumulation_steps())
         given = plan, divisor or 1.0
-        self._same(planned, what)()
+        self._same(planned, what, wanted)()
         if self._watch is not None:
             self._watch.planned(sum(self._layers.values()))
         if not two:
@@ -218,11 +219,11 @@ class AttentionServer:
         for layer in plan.layers.values():
             layer.exchange = exchange
 
-    def _same(self, planned: list[PlannedPhase], what: str) -> Callable[[], None]:
+    def _same(self, planned: list[PlannedPhase], what: str, wanted: bool | None = None) -> Callable[[], None]:
         """See :meth:`Agreement.same`; nothing where plans are not compared."""
         if self._agreement is None or not planned or len(planned[0].sent) == 1:
             return lambda: None
-        return self._agreement.same(fingerprint(*(p.digest for p in planned)), what)
+        return self._agreement.same(fingerprint(*(p.digest for p in planned)), what, wanted)
 
     def note_kept(self, layers: int) -> None:
         """Core attention of so many layers was kept for recomputation, in a micro-batch of the current step."""

@@ -126,7 +126,8 @@ def distca_attention(
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     kept: KeptAttention | None = kwargs.get(KEPT)
     if isinstance(plan, PlanRequest):
-        plan = plan.result()  # a collective, in the first layer of a micro-batch
+        # A collective, in the first layer of a micro-batch.
+        plan = plan.result(any(t.requires_grad for t in (q, k, v)) if torch.is_grad_enabled() else None)
     if s_aux is not None and isinstance(plan, HalfPlan):
         s_aux = s_aux.clone()  # ZeRO-3 may free the parameter while the other nano-batch runs
     out, lse = plan.attend(q, k, v, spec) if kept is None else kept.attend(module, plan, q, k, v, spec)

@@ -402,6 +402,31 @@ def different_plans() -> dict:
         return {"error": str(raised)}
 
 
+def different_inputs(required: bool) -> dict:
+    """Rank 0 gives embeddings that need gradients, rank 1 ids, to a model of which only MLPs are trained.
+
+    Args:
+        required: the model was told that its embeddings need gradients in any case.
+    """
+    deepspeed.init_distributed("gloo")
+    model = tiny_llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "mlp" in name
+    if required:
+        model.enable_input_require_grads()
+    config = ds_config(0, 1, {"advanced": {"min_gain": 0.0, "granularity": 1}})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+    batch = _batch(*([90] if dist.get_rank() == 0 else [9, 4]))
+    if dist.get_rank() == 0:
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+    try:
+        engine.backward(engine(**batch).loss)
+        return {"error": ""}
+    except RuntimeError as raised:
+        return {"error": str(raised)}
+
+
 def on_and_off() -> dict:
     """What the block switches, and what is left after detach() and uninstall()."""
     original = deepspeed.initialize

@@ -206,6 +206,15 @@ def test_another_plan_on_one_rank_is_an_error_on_all() -> None:
         assert "the ranks disagree on the plan of a micro-batch" in outcome["error"]
 
 
+def test_backwards_that_come_to_other_layers_are_an_error_on_all() -> None:
+    # Rank 0 would wait for rank 1 in the first layer's backward, for ever.
+    for outcome in run_ranks("tests.distributed.engine_worker:different_inputs", 2, required=False):
+        assert "ranks [0] need gradients of what comes into their first attention layer" in outcome["error"]
+        assert "enable_input_require_grads()" in outcome["error"]
+    for outcome in run_ranks("tests.distributed.engine_worker:different_inputs", 2, required=True):
+        assert outcome["error"] == ""
+
+
 @pytest.mark.quick
 def test_block_decides_and_hooks_come_off() -> None:
     for outcome in run_ranks("tests.distributed.engine_worker:on_and_off", 2):

@@ -200,16 +200,22 @@ class Agreement:
         self._check_fingerprint(firsts)
         return self._messenger.all_values(firsts, own)
 
-    def same(self, digest: int, what: str) -> Callable[[], None]:
+    def same(self, digest: int, what: str, wanted: bool | None = None) -> Callable[[], None]:
         """Collective. Sends a digest without waiting for the others.
 
+        Args:
+            wanted: whether this rank's backward comes to the first attention layer; None: that is not known.
+
         Returns:
-            Collective too: raises AgreementError on every rank unless all servers of each group have the same one.
+            Collective too: raises AgreementError on every rank unless all servers of each group have the same one, and
+            their backwards come as far, as far as that is known.
         """
-        arrived = self._messenger.send_values(Kind.DIGEST, np.array([digest], dtype=np.int64))
+        mine = np.array([digest, -1 if wanted is None else wanted], dtype=np.int64)
+        arrived = self._messenger.send_values(Kind.DIGEST, mine)
 
         def compare() -> None:
-            digests = arrived()[:, 0]
+            digests, wants = arrived()[:, :2].T
+            self._check_wanted(wants)
             if not self._differ(digests, self._servers * self._shards):
                 return
             table = ", ".join(f"rank {r}: {d:016x}" for r, d in zip(self._messenger.ranks, digests, strict=True))
@@ -219,6 +225,16 @@ class Agreement:
             )
 
         return compare
+
+    def _check_wanted(self, wants: np.ndarray) -> None:
+        together = wants.reshape(-1, self._servers * self._shards)
+        if ((together == 0).any(axis=1) & (together == 1).any(axis=1)).any():
+            raise AgreementError(
+                f"ranks {self._messenger.named(wants == 1)} need gradients of what comes into their first attention "
+                f"layer, ranks {self._messenger.named(wants == 0)} do not: these would not take part in its backward, "
+                "for which the others wait. Give all ranks inputs of one kind (input_ids, or inputs_embeds that need "
+                "gradients), or call model.enable_input_require_grads() on all of them"
+            )
 
     @staticmethod
     def _differ(values: np.ndarray, ranks: int) -> bool:

@@ -11,12 +11,14 @@ rows travel to each server that needs them; "levels" the one that balances nodes
 where that is not within the tolerance, whose rows cross once to a node; "chosen" what `Worth` takes in each phase with
 `overlap` left out, which over nodes is `ping_pong`, and "local_first" what it takes with that: one of these, one of
 less balance, or everything at home. "Across" are MiB that cross nodes, sent by the mean GPU in forward and backward of
-a layer, "worst NIC" what the busiest one sends or receives. "Planning" is processor time of both phases, the least of
-three times. Seconds are those of a layer's attention, forward and backward, as `phase_seconds` predicts them: with
-everything at home ("plain", where documents that continue on other ranks are exchanged), by these plans, which but for
-the chosen one hide transfers under local tasks alone, by either choice if all NICs of a node carried equal parts of
-what crosses, for nothing ("even NICs"), and with attention evened out for nothing ("ideal"). Nothing is measured but
-planning and placing.
+a layer, "worst NIC" what the busiest one sends or receives, where rows leave by the NIC of the receiver's place in the
+sender's node, as NCCL sends them between nodes of NVLink ("PXN"), "of its own", where they leave by their sender's
+own, and "carried by one", as by NCCL, were what a home sends to a node carried by one server of it. "Planning" is
+processor time of both phases, the least of three times. Seconds are those of a layer's attention, forward and
+backward, as `phase_seconds` predicts them: with everything at home ("plain", where documents that continue on other
+ranks are exchanged), by these plans, which but for the chosen one hide transfers under local tasks alone, by either
+choice if all NICs of a node carried equal parts of what crosses, for nothing ("even NICs"), and with attention evened
+out for nothing ("ideal"). Nothing is measured but planning and placing.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from deepspeed_distca.scheduler import Heads, Tasks, balance
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 from deepspeed_distca.scheduler.levels import by_levels
 from deepspeed_distca.scheduler.profiles import Setting, choose
+from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.routes import Flow, RouteCompiler
 from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.worth import PlanOptions, Worth
@@ -71,6 +74,8 @@ COLUMNS = {
     "balance_backward": "backward",
     "across_mib": "across",
     "worst_nic_mib": "worst NIC",
+    "own_nic_mib": "of its own",
+    "alone_nic_mib": "carried by one",
     "planning_ms": "planning ms",
     "local_first_balance_forward": "local_first: balance forward",
     "local_first_balance_backward": "backward",
@@ -100,6 +105,7 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
     options = PlanOptions(TOLERANCE, GRANULARITY, min_gain=MIN_GAIN, linear_flops=LINEAR, topology=topology)
     found: dict[str, float] = defaultdict(float)
     moved = {prefix: np.zeros((servers, servers)) for prefix in ("flat_", "levels_", "local_first_", "")}
+    alone = np.zeros((servers, servers))
     given = {"tolerance": TOLERANCE, "granularity": GRANULARITY}
     for phase in PHASES:
         worth = Worth(layout, None, phase, cost, options, early=False)
@@ -126,6 +132,8 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
         found[f"balance_{phase}"] = halved.balance
         compiler = RouteCompiler(layout, halved.rows, topology)
         moved[""] += sum(compiler.bytes_between(cost.heads, phase))
+        by_one = RouteCompiler(layout, halved.rows, topology, RelayRule(carried_rows=2**40))
+        alone += sum(by_one.bytes_between(cost.heads, phase))
         for name, compiled in (("chosen_s", compiler), ("chosen_even_s", EvenNics(layout, halved.rows, topology))):
             found[name] += in_two.takes(compiled) - linear
         found["local_first_even_s"] += worth.seconds(EvenNics(layout, tasks.rows, topology))
@@ -134,8 +142,17 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
     for prefix, size in moved.items():
         across = np.where(topology.across, size, 0) / MIB
         found[f"{prefix}across_mib"] = across.sum() / servers
-        found[f"{prefix}worst_nic_mib"] = max(across.sum(axis=0).max(), across.sum(axis=1).max())
+        found[f"{prefix}worst_nic_mib"], found[f"{prefix}own_nic_mib"] = worst_nic(across, topology)
+    found["alone_nic_mib"], _ = worst_nic(np.where(topology.across, alone, 0) / MIB, topology)
     return found
+
+
+def worst_nic(across: np.ndarray, topology: Topology) -> tuple[float, float]:
+    """What the busiest NIC sends or receives where rows leave by the NIC of the receiver's place, and by their own."""
+    sent = np.zeros(len(across))
+    np.add.at(sent, topology.by_place(*np.indices(across.shape)), across)
+    received = across.sum(axis=0).max()
+    return max(received, sent.max()), max(received, across.sum(axis=1).max())
 
 
 class EvenNics(RouteCompiler):

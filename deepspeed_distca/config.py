@@ -61,7 +61,8 @@ class AdvancedConfig(_Options):
 
     max_received_rows: int | None = Field(default=None, ge=1)
     """ The most query and key/value rows that a server may receive for a micro-batch: a cap on memory which may cost
-    balance. It is raised only where ranks of weight 0 leave no other way. Left out: no cap. """
+    balance. It is raised only where ranks of weight 0 leave no other way; what a server carries for others of its node
+    comes on top. Left out: no cap. """
 
     node_size: int | None = Field(default=None, ge=1)
     """ GPUs of a node, where that is not what ranks find out: those on one machine are a node. Nodes are

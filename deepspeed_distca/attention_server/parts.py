@@ -160,7 +160,7 @@ class Parts:
     @cached_property
     def sums(self) -> WorkspaceSums:
         """Backward: how dk and dv of the workspace come about."""
-        return WorkspaceSums.of([part.plan.waves for part in self.parts])
+        return WorkspaceSums.of([part.plan.waves for part in self.parts], self.parts[0].plan.routes.work_kv_rows)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class WorkspaceSums:
 
     Attributes:
         fresh: by part and wave, whether no earlier one had any of its key rows.
-        gaps: rows that no fresh wave writes although others add to them; they start from zero.
+        gaps: rows that no wave writes, or none as the first: they start from zero.
         most: the most tasks that share a row.
     """
 
@@ -178,12 +178,16 @@ class WorkspaceSums:
     most: int
 
     @classmethod
-    def of(cls, waves: Sequence[Sequence[TaskBatch]]) -> WorkspaceSums:
-        """Of the waves of all parts, which run from the last part to the first; within one no two tasks share keys."""
+    def of(cls, waves: Sequence[Sequence[TaskBatch]], rows: int) -> WorkspaceSums:
+        """Of the waves of all parts, which run from the last part to the first; within one no two tasks share keys.
+
+        Args:
+            rows: of the workspace. Some may be there for other servers alone, which add to them.
+        """
         fresh = [[True] * len(part) for part in waves]
-        if sum(map(len, waves)) <= 1:
+        spans = [span for part in waves for tasks in part for span in tasks.key_spans]
+        if sum(map(len, waves)) <= 1 and sum(span.stop - span.start for span in spans) == rows:
             return cls(fresh, [], 1)
-        rows = next(tasks.k_rows for part in waves for tasks in part)
         written, tasks_of = np.zeros(rows, dtype=bool), np.zeros(rows, dtype=np.int64)
         for part in reversed(range(len(waves))):
             for wave, tasks in enumerate(waves[part]):
@@ -191,8 +195,6 @@ class WorkspaceSums:
                 for span in tasks.key_spans:
                     written[span] |= fresh[part][wave]
                     tasks_of[span] += 1
-        if all(map(all, fresh)):
-            return cls(fresh, [], 1)
         borders = np.flatnonzero(np.diff(np.concatenate([[True], written, [True]])))
         gaps = [slice(int(a), int(b)) for a, b in borders.reshape(-1, 2)]
         return cls(fresh, gaps, int(tasks_of.max(initial=0)))

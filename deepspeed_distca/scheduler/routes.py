@@ -167,12 +167,14 @@ class RouteCompiler:
         self._tasks_per_row = most_tasks(layout.branches)
         self._shared = self._tasks_per_row > 1
         self._split(index, tasks)
+        self._q_runs: np.ndarray
+        self._kv_runs: np.ndarray
         self._place(index)
-        self._kv_source = _NONE
+        self._kv_source: np.ndarray = _NONE
         # Within a node a second round is short.
         self._far_relays = nodes is not None and nodes.size == layout.num_ranks > 1
         if len(self._kv_runs):
-            self._kv_source = relays(self._kv_runs, layout.num_ranks, rule, nodes)
+            self._kv_runs, self._kv_source = relays(self._kv_runs, layout.num_ranks, rule, nodes)
 
     def _split(self, index: SegmentIndex, tasks: np.ndarray) -> None:
         """Which tasks run in place: keys and queries in one segment of the server's own, the first of its unit."""
@@ -286,13 +288,23 @@ class RouteCompiler:
         out, back = (
             np.append(bytes_of(queries[:, 4], q), bytes_of(keys[:, 4], k)) for q, k in zip(query, key, strict=True)
         )
-        if not self._far_relays or not (self._kv_source >= 0).any():
-            return Flow(sender, server, out), Flow(server, sender, back)
-        # Gradients go the other way: who sent rows on waits for what comes back.
-        relayed, sends_on = self._kv_source >= 0, np.zeros(len(k_away), dtype=bool)
-        sends_on[self._kv_source[relayed]] = True
-        first, then = (np.append(np.zeros(len(queries), dtype=bool), x[k_away]) for x in (relayed, sends_on))
-        return Flow(sender, server, out, first), Flow(server, sender, back, then)
+        first = then = None
+        if self._far_relays and (self._kv_source >= 0).any():
+            # Gradients go the other way: who sent rows on waits for what comes back.
+            relayed, sends_on = self._kv_source >= 0, np.zeros(len(k_away), dtype=bool)
+            sends_on[self._kv_source[relayed]] = True
+            first, then = (np.append(np.zeros(len(queries), dtype=bool), x[k_away]) for x in (relayed, sends_on))
+        there = Flow(sender, server, out, first)
+        if phase == "forward":  # keys have nothing to return
+            return there, Flow(server[: len(queries)], sender[: len(queries)], back[: len(queries)])
+        return there, Flow(server, sender, back, then)
+
+    def key_rows(self) -> np.ndarray:
+        """Key/value rows that each rank sends to each, int64 [sender, receiver]."""
+        found = np.zeros((self._layout.num_ranks,) * 2, dtype=np.int64)
+        np.add.at(found, (self._key_senders(), self._kv_runs[:, 0]), self._kv_runs[:, 4])
+        np.fill_diagonal(found, 0)
+        return found
 
     def _key_senders(self) -> np.ndarray:
         """Who sends each key/value run, and gets its gradients: its home or a relay."""

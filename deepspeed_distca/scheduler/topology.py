@@ -58,6 +58,20 @@ class Topology:
         return found
 
     @cached_property
+    def table(self) -> np.ndarray:
+        """The servers of each node by their place in it, int64 [nodes, most servers of one]: those of a smaller node
+        again and again. Not to be changed."""
+        most = max(map(len, self.servers), default=0)
+        return np.array([np.resize(its, most) for its in self.servers], dtype=np.int64).reshape(self.size, most)
+
+    def by_place(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """The servers in the nodes of `one` that have the places that those of `other` have in theirs."""
+        place = np.empty(len(self.nodes), dtype=np.int64)
+        for its in self.servers:
+            place[its] = np.arange(len(its))
+        return self.table[self.node_of[one], place[other]]
+
+    @cached_property
     def node_of(self) -> np.ndarray:
         """The node of each server, int64 [servers], not to be changed."""
         return np.array(self.nodes, dtype=np.int64)

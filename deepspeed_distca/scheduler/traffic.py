@@ -23,7 +23,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         q_rows, kv_rows: by home and server.
-        dispatched_kv_rows: by who sends them, a home or a relay, and server.
+        dispatched_kv_rows: by who sends them, a home or a relay, and server; with those that are carried for others.
     """
 
     q_rows: np.ndarray
@@ -52,11 +52,7 @@ def traffic(layout: Layout, tasks: Tasks | np.ndarray, nodes: Topology | None = 
     q, kv = rows_between(layout.pieces, rows, layout.num_ranks)
     np.fill_diagonal(q, 0)
     np.fill_diagonal(kv, 0)
-    dispatched = kv.copy()
-    server, relay, home, _, _, moved = RouteCompiler(layout, rows, nodes).relayed().T
-    np.add.at(dispatched, (relay, server), moved)
-    np.add.at(dispatched, (home, server), -moved)
-    return Traffic(q, kv, dispatched)
+    return Traffic(q, kv, RouteCompiler(layout, rows, nodes).key_rows())
 
 
 def rows_between(pieces: np.ndarray, rows: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:

@@ -428,12 +428,12 @@ def _transfers(
         return sender, receiver, _busier(cost, size, servers)
     near = _busier(cost, size._replace(size=np.where(far, 0, moved)), servers)
     if late is None:
-        across = _busier(cost, size._replace(size=np.where(far, moved, 0)), servers, between_nodes=True)
+        across = _busier(cost, size._replace(size=np.where(far, moved, 0)), servers, nodes)
         return sender, receiver, np.where(far, across, near)
     first, then = (
         np.where(
             far & which,
-            _busier(cost, size._replace(size=np.where(far & which, moved, 0)), servers, between_nodes=True),
+            _busier(cost, size._replace(size=np.where(far & which, moved, 0)), servers, nodes),
             0.0,
         )
         for which in (~late, late)
@@ -443,10 +443,21 @@ def _transfers(
     return sender, receiver, np.where(far, np.where(late, arrived[sender] + then, first), near)
 
 
-def _busier(cost: CostModel, flow: Flow, servers: int, *, between_nodes: bool = False) -> np.ndarray:
-    """Seconds of the busier end of each transfer for all it sends or receives over one kind of links."""
-    sent, received = (np.zeros(servers, dtype=np.int64) for _ in range(2))
-    np.add.at(sent, flow.sender, flow.size)
-    np.add.at(received, flow.receiver, flow.size)
-    busy = cost.transfer_seconds(sent, received, between_nodes=between_nodes)
-    return np.maximum(busy[flow.sender], busy[flow.receiver])
+def _busier(cost: CostModel, flow: Flow, servers: int, between: Topology | None = None) -> np.ndarray:
+    """Seconds of the busier end of each transfer for all it sends or receives over one kind of links.
+
+    Args:
+        between: nodes, where the transfers cross them. NCCL lets what crosses leave by the NIC of the receiver's place
+            in the sender's node ("PXN"), where GPUs of a node reach each other's NICs, else by the sender's own: it
+            takes what the later of the two takes.
+    """
+
+    def busy(sender: np.ndarray) -> np.ndarray:
+        sent, received = (np.zeros(servers, dtype=np.int64) for _ in range(2))
+        np.add.at(sent, sender, flow.size)
+        np.add.at(received, flow.receiver, flow.size)
+        seconds = cost.transfer_seconds(sent, received, between_nodes=between is not None)
+        return np.maximum(seconds[sender], seconds[flow.receiver])
+
+    own = busy(flow.sender)
+    return own if between is None else np.maximum(own, busy(between.by_place(flow.sender, flow.receiver)))

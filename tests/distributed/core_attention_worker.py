@@ -47,15 +47,15 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
     """The largest relative error of out, lse, dq, dk, dv over the cases, on this rank; and as "…_ratio" the largest
     quotient of that error and the error that the same kernel makes in the same dtype on each document alone. And as
-    "relayed" how many runs of keys reached some server by way of another, as "trees" how many layouts had any; their
-    ratios are apart, as "…_tree_ratio"."""
+    "relayed" how many runs of keys reached some server by way of another, as "carried" in how many plans this rank had
+    keys for others alone, as "trees" how many layouts had any; their ratios are apart, as "…_tree_ratio"."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange = PeerToPeerExchange(dist.group.WORLD)
     kernel = make_kernel("reference")
     names = ("out", "lse", "dq", "dk", "dv")
     ratios = (f"{name}_{kind}" for name in names for kind in ("ratio", "tree_ratio"))
-    worst = dict.fromkeys((*names, *ratios, "relayed", "trees"), 0.0)
+    worst = dict.fromkeys((*names, *ratios, "relayed", "carried", "trees"), 0.0)
     for case in range(cases):
         rng = np.random.default_rng((seed, case))
         spec = AttentionSpec(
@@ -73,10 +73,12 @@ def check(seed: int, cases: int, dtype: str = "float32") -> dict[str, float]:
         for _ in range(2):  # forward and backward follow different plans
             layer = layout.for_window(spec.window)
             tasks = random_tasks(rng, layer, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9])))
-            rule = RelayRule(least_rows=1, factor=int(rng.integers(0, 3)))
+            rule = RelayRule(1, int(rng.integers(0, 3)), int(rng.choice([1, 8, 4096])))
             nodes = Topology.of(rng.integers(0, 2, world).tolist()) if rng.random() < 0.5 else None
             compiler = RouteCompiler(layer, tasks, nodes, rule)
             worst["relayed"] += len(compiler.relayed())
+            alone = RouteCompiler(layer, tasks, nodes, rule._replace(carried_rows=2**40))
+            worst["carried"] += compiler.rank(rank).work_kv_rows > alone.rank(rank).work_kv_rows
             plans.append(RankPlan(compiler.rank(rank)))
         exchange.early = bool(rng.random() < 0.5)
         plan = LayerPlan.whole(*plans, exchange, SideStream() if rng.random() < 0.5 else None)

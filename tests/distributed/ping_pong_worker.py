@@ -58,7 +58,7 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
     kernel = make_kernel("reference")
     names = ("out", "lse", "dq", "dk", "dv")
     worst = dict.fromkeys(
-        (*names, *(f"{name}_ratio" for name in names), "relayed", "crossing", "again", "shared"), 0.0
+        (*names, *(f"{name}_ratio" for name in names), "relayed", "carried", "crossing", "again", "shared"), 0.0
     )
     for case in range(cases):
         rng = np.random.default_rng((seed, case))
@@ -77,10 +77,12 @@ def check_plans(seed: int, cases: int, dtype: str = "float32") -> dict[str, floa
         plans = []
         for _ in range(2):  # forward and backward follow different plans
             tasks = random_tasks(rng, layout, spec.window, stay=float(rng.choice([0.0, 0.5, 0.9, 1.0])))
-            rule = RelayRule(least_rows=1, factor=int(rng.integers(0, 3)))
+            rule = RelayRule(1, int(rng.integers(0, 3)), int(rng.choice([1, 8, 4096])))
             nodes = Topology.of(rng.integers(0, 2, world).tolist()) if rng.random() < 0.5 else None
             compiler = RouteCompiler(layout, tasks, nodes, rule)
             worst["relayed"] += len(compiler.relayed())
+            alone = RouteCompiler(layout, tasks, nodes, rule._replace(carried_rows=2**40))
+            worst["carried"] += compiler.rank(rank).work_kv_rows > alone.rank(rank).work_kv_rows
             plans.append(RankPlan(compiler.rank(rank)))
         divided = [
             two_parts(plan.routes, cuts, spec.window, backward=backward, crossed=crossed)

@@ -164,9 +164,11 @@ class Case:
             self.holds["by nodes"] += int(tasks is not None)
         if tasks is None:
             tasks = balance(self._seen, self.cost, **common)
-        rule = RelayRule(least_rows=1, factor=int(self._rng.integers(0, 3)))
+        rule = RelayRule(1, int(self._rng.integers(0, 3)), int(self._rng.choice([1, 8, 4096])))
         compiler = RouteCompiler(self._seen, tasks.rows, self.nodes, rule)
         self.holds["relayed"] += len(compiler.relayed())
+        alone = RouteCompiler(self._seen, tasks.rows, self.nodes, rule._replace(carried_rows=2**40))
+        self.holds["carried"] += int(alone.key_rows().sum() < compiler.key_rows().sum())
         self.holds["moved"] += int(compiler.moves_rows)
         return RankPlan(compiler.rank(self._rank))
 

@@ -64,7 +64,7 @@ def check(seed: int = 0, kernel: str | None = None, exchange: str = "nccl", stag
             else:
                 tasks = random_tasks(random, layout, window)
             nodes = None if random is None else Topology.of_size(2, world)
-            compiler = RouteCompiler(layout, tasks, nodes, RelayRule(least_rows=1, factor=0))
+            compiler = RouteCompiler(layout, tasks, nodes, RelayRule(1, 0, carried_rows=64))
             relayed += len(compiler.relayed())
             plans.append(RankPlan(compiler.rank(rank)))
             sizes += compiler.bytes_between(Heads(Q_HEADS, KV_HEADS, DIM), phase)

@@ -62,7 +62,7 @@ def random_case(seed: int) -> Case:
         "server_weights": _random_weights(rng, ranks),
         "max_received_rows": rng.choice([1, 50, 500, 5000, 50000]) if rng.random() < 0.15 else None,
     }
-    rule = RelayRule(least_rows=rng.choice([1, 100, 32768]), factor=rng.choice([0, 1, 2, 4]))
+    rule = RelayRule(rng.choice([1, 100, 32768]), rng.choice([0, 1, 2, 4]), rng.choice([1, 16, 4096]))
     nodes = Topology.of_size(rng.randint(1, ranks), ranks) if rng.random() < 0.3 else None
     return Case(_random_layout(rng, ranks), _random_cost(rng, heads), options, rule, nodes)
 

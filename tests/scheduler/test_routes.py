@@ -33,7 +33,7 @@ def compiled(seed: int, world: int, window: int | None) -> tuple[Layout, np.ndar
     rng = np.random.default_rng(seed)
     layout = random_layout(rng, world, documents=int(rng.integers(1, 8)), longest=int(rng.integers(1, 60)))
     tasks = random_tasks(rng, layout, window, stay=float(rng.choice([0.0, 0.5, 1.0])))
-    rule = RelayRule(least_rows=1, factor=int(rng.integers(0, 3)))
+    rule = RelayRule(1, int(rng.integers(0, 3)), int(rng.choice([1, 8, 4096])))
     nodes = Topology.of(rng.integers(0, 2, world).tolist()) if rng.random() < 0.5 else None
     compiler = RouteCompiler(layout, tasks, nodes, rule)
     return layout, tasks, [compiler.rank(r) for r in range(world)]
@@ -142,14 +142,35 @@ def test_a_document_for_many_servers_is_relayed() -> None:
     assert np.array_equal(over_nodes.relayed(), relayed.relayed())
     for phase in PHASES:
         near, far = (c.flows(heads, phase) for c in (relayed, over_nodes))
-        for there, (sender, receiver, size, late) in zip(near, far, strict=True):
-            assert there.late is None and late is not None
-            assert all(np.array_equal(a, b) for a, b in zip(there[:3], (sender, receiver, size), strict=True))
-        assert (
-            far[0].sender[far[0].late].tolist() == far[0].sender[(far[0].sender > 0) & (far[0].receiver > 0)].tolist()
-        )
-        assert set(far[1].sender[far[1].late]) == set(far[0].sender[far[0].late])
-        assert set(far[1].receiver[far[1].late]) == {0}
+        for there, found in zip(near, far, strict=True):
+            assert there.late is None
+            assert all(np.array_equal(a, b) for a, b in zip(there[:3], found[:3], strict=True))
+        late, (sender, receiver, *_) = far[0].late, far[0]
+        assert sender[late].tolist() == sender[(sender > 0) & (receiver > 0)].tolist()
+        if phase == "forward":
+            assert far[1].late is None  # only results return
+            continue
+        assert set(far[1].sender[far[1].late]) == set(sender[late]) and set(far[1].receiver[far[1].late]) == {0}
+
+
+def test_the_servers_of_a_node_carry_what_one_of_them_needs() -> None:
+    # Of 8000 rows on the first node one server of the other needs all, another one 5000 of them.
+    layout = Layout.from_lengths([[8000], [10], [10], [10], [10], [10], [10]])
+    nodes, needs = Topology.of((0, 0, 1, 1, 1, 1, 0)), {5: 8000, 4: 5000}
+    tasks = [[0, 0, 3000, 0, 3000, 0], [0, 3000, 5000, 0, 5000, 4], [0, 5000, 8000, 0, 8000, 5]]
+    tasks = np.array(tasks + [[s, 0, 10, 0, 10, s] for s in range(1, 7)])
+    apart = RouteCompiler(layout, tasks, nodes, RelayRule(carried_rows=4001))
+    assert apart.key_rows()[0].tolist() == [0] * 5 + [8000, 0] and apart.key_rows()[5, 4] == 5000
+    shared = RouteCompiler(layout, tasks, nodes, RelayRule(carried_rows=2000))
+    rows = shared.key_rows()
+    # A NIC of its own for each part, but for the third, of which server 4 has a half for itself.
+    assert rows[0].tolist() == [0, 0, 2000, 2000, 0, 4000, 0]
+    assert rows[2:6, 5].tolist() == [2000, 2000, 0, 0] and rows[2:6, 4].tolist() == [2000, 2000, 0, 1000]
+    for server in (4, 5):
+        assert rows[:, server].sum() == needs[server]
+    assert [shared.rank(s).work_kv_rows for s in (2, 3)] == [2000, 2000]
+    three = RouteCompiler(layout, tasks, nodes, RelayRule(carried_rows=2500)).key_rows()
+    assert three[0].tolist() == [0, 0, 2667, 2667, 2666, 0, 0]  # in as many parts as have enough rows
 
 
 def test_relays_wait_for_enough_rows() -> None:

@@ -36,6 +36,10 @@ def test_nodes_of_a_size() -> None:
     assert topology.size == 3 and topology.servers == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert topology.across[2].tolist() == [False] * 3 + [True] * 5
     assert Topology((1, 0, 1)).servers == [[1], [0, 2]]
+    # The servers of the first node, again and again, in the places of the others' servers.
+    one, other = np.meshgrid([0, 1, 2], range(8), indexing="ij")
+    assert topology.by_place(one, other).tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]] * 3
+    assert topology.by_place(np.array([6, 6, 7]), np.array([1, 2, 5])).tolist() == [7, 6, 6]
 
 
 @pytest.mark.parametrize(
@@ -65,9 +69,23 @@ def slowly(cost: CostModel, topology: Topology, at_home, away, out, back, early:
             return cost.nic_latency / 1e15 + busiest / cost.nic_bytes_per_second
         return cost.latency / 1e15 + busiest / cost.bytes_per_second
 
+    def by_place(size, nic: int) -> float:
+        """What a NIC takes where rows leave by the one of the receiver's place."""
+        pairs = [(s, r) for s in ranks for r in ranks if topology.nodes[s] != topology.nodes[r]]
+        sent = sum(size[s][r] for s, r in pairs if nic_of(s, r) == nic)
+        received = sum(size[s][r] for s, r in pairs if r == nic)
+        return cost.nic_latency / 1e15 + max(sent, received) / cost.nic_bytes_per_second
+
+    def nic_of(sender: int, receiver: int) -> int:
+        mine, others = (topology.servers[topology.nodes[rank]] for rank in (sender, receiver))
+        return mine[others.index(receiver) % len(mine)]
+
     def transfer(size, a: int, b: int) -> float:
+        if not size[a][b]:
+            return 0.0
         far = topology.nodes[a] != topology.nodes[b]
-        return max(link(size, a, far), link(size, b, far)) if size[a][b] else 0.0
+        ways = [link(size, rank, far) for rank in (a, b)]
+        return max(*ways, *(by_place(size, nic) for nic in ((nic_of(a, b), b) if far else ())))
 
     ready = [max(transfer(out, s, r) for s in ranks) + away[r] for r in ranks]
     done = [max(at_home[r] + away[r], ready[r] if away[r] else 0.0) for r in ranks]

@@ -425,7 +425,7 @@ def tables(results: dict[str, Any]) -> str:
     for row in results["steps"]:
         key, ms = (row["width"], row["zero"], row["tokens"]), row["ms"]
         share = ""
-        if row["mix"] == "long|short" and (*key, "short") in plain:
+        if row["mix"] == "long|short" and (*key, "short") in plain and about["ranks"] > 1:
             ideal = (plain[(*key, "even")] + plain[(*key, "short")]) / 2
             share = f"{(ms['plain'] - ms[kinds[0]]) / (ms['plain'] - ideal):.0%} of {ms['plain'] / ideal:.2f}x"
         mix = row["mix"].replace("|", "\\|") + (", moved" if row["bytes_moved"] else "")

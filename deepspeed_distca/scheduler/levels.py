@@ -136,7 +136,7 @@ class _Levels:
     def _among_nodes(self) -> list[_Node]:
         """Every node that computes anything, with what it is to compute."""
         topology, layout = self._topology, self._layout
-        node_of = np.array(topology.nodes, dtype=np.int64)
+        node_of = topology.node_of
         segments = layout.segments.copy()
         segments[:, RANK] = node_of[segments[:, RANK]]
         tasks = balance(
@@ -153,18 +153,14 @@ class _Levels:
         which, piece, rows = overlaps(pieces, tasks[:, TASK_DOCUMENT], tasks[:, Q_START], tasks[:, Q_END])
         start = np.maximum(pieces[piece, PIECE_START], tasks[which, Q_START])
         node, home = tasks[which, SERVER], pieces[piece, PIECE_RANK]
-        servers = topology.servers
-        places = np.empty(len(node_of), dtype=np.int64)
-        for its in servers:
-            places[its] = np.arange(len(its))
-        place = np.where(node_of[home] == node, places[home], np.bincount(node_of)[node])
+        place = np.where(node_of[home] == node, topology.place_of[home], np.bincount(node_of)[node])
         ranges = np.stack([tasks[which, TASK_DOCUMENT], start, start + rows, place], axis=1)
         order = np.lexsort((start, ranges[:, 0], node))
         borders = np.searchsorted(node[order], np.arange(topology.size + 1))
         parts = [ranges[order[low:high]] for low, high in pairwise(borders.tolist())]
         return [
             _Node(its, join_ranges(part), Shares([*(self._weights[s] for s in its), 0], len(its) + 1, self._tolerance))
-            for its, part in zip(servers, parts, strict=True)
+            for its, part in zip(topology.servers, parts, strict=True)
             if len(part) or any(self._weights[s] for s in its)  # the others have nothing to share out
         ]
 

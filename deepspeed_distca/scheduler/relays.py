@@ -129,7 +129,7 @@ def _carried(
         least: rows of a part.
     """
     # Every run that a home sends to another node is in one part or more, which lie one after another below.
-    size = np.array([len(its) for its in nodes.servers])[nodes.node_of[runs[:, SERVER]]]
+    size = np.bincount(nodes.node_of)[nodes.node_of[runs[:, SERVER]]]
     part_rows = np.where(apart, -(-runs[:, ROWS] // np.maximum(np.minimum(size, runs[:, ROWS] // least), 1)), _ENDLESS)
     parts = -(-runs[:, ROWS] // part_rows)
     first = np.cumsum(parts) - parts

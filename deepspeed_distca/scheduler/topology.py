@@ -66,10 +66,15 @@ class Topology:
 
     def by_place(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """The servers in the nodes of `one` that have the places that those of `other` have in theirs."""
-        place = np.empty(len(self.nodes), dtype=np.int64)
+        return self.table[self.node_of[one], self.place_of[other]]
+
+    @cached_property
+    def place_of(self) -> np.ndarray:
+        """The place of each server in its node, from 0, int64 [servers], not to be changed."""
+        places = np.empty(len(self.nodes), dtype=np.int64)
         for its in self.servers:
-            place[its] = np.arange(len(its))
-        return self.table[self.node_of[one], place[other]]
+            places[its] = np.arange(len(its))
+        return places
 
     @cached_property
     def node_of(self) -> np.ndarray:

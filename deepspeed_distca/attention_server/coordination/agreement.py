@@ -227,6 +227,7 @@ class Agreement:
         return compare
 
     def _check_wanted(self, wants: np.ndarray) -> None:
+        """Within each group nobody has 1 where another one has 0; -1 is not known. int64 [ranks of the group]."""
         together = wants.reshape(-1, self._servers * self._shards)
         if ((together == 0).any(axis=1) & (together == 1).any(axis=1)).any():
             raise AgreementError(

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import hypothesis
 import pytest
 
 # One thread each, here and in the processes that tests start: there are more of these than cores, tensors are small,
@@ -29,6 +30,10 @@ if not torch.cuda.is_available():
 
 # Nothing is fetched: a test that names a model of the hub by mistake fails at once instead of waiting for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# No limit that a busy machine could reach.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 ROOT = Path(__file__).parents[1]
 #: Functions that start processes.

@@ -144,7 +144,7 @@ def test_equality_and_hash():
     assert "num_ranks=2" in repr(one)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
 def test_ranks_tell_each_other_their_layouts_as_integers(seed: int, ranks: int) -> None:
     rng = np.random.default_rng(seed)

@@ -106,7 +106,7 @@ def test_transfers_may_take_what_balance_saves() -> None:
         assert planned(model, slow, layout, phase, 0.02, (1, 2))[2][0] > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 3000), max_size=4), min_size=2, max_size=5),
     weights=st.none() | st.lists(st.integers(1, 4), min_size=5, max_size=5),

@@ -85,7 +85,7 @@ LENGTHS = st.lists(st.lists(st.integers(1, 20000), max_size=4), min_size=2, max_
 SPEEDS = st.lists(st.integers(700, 1000), min_size=5, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, SPEEDS, st.sampled_from([None, 3000]), st.sampled_from(PHASES), st.sampled_from([0, 20_000, FLOPS]))
 def test_linear_work_and_attention_end_together(lengths, speeds, window, phase, flops) -> None:
     layout = Layout.from_lengths(lengths)
@@ -104,7 +104,7 @@ def test_linear_work_and_attention_end_together(lengths, speeds, window, phase, 
     assert np.ptp(end) <= layout.num_ranks * (2 * row + 1e-5 * end.max())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.sampled_from(PHASES), st.sampled_from([0.0, 0.01, 0.04]))
 def test_without_speeds_attention_alone_is_balanced(lengths, phase, min_gain) -> None:
     """Whatever numbers of tokens the ranks have; and rows stay at home by the linear work of the most tokens, or where
@@ -143,7 +143,7 @@ def equally_filled(draw) -> Layout:
     return Layout.from_ranks(rows)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     equally_filled(),
     st.sampled_from([None, 3000]),
@@ -157,7 +157,7 @@ def test_equal_speeds_of_ranks_with_equal_tokens_plan_as_none_do(layout, window,
     assert len(set(equal.weights)) == 1 and equal.digest == without.digest
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     LENGTHS.map(Layout.from_lengths) | layouts(ranks=st.integers(2, 5)),
     st.none() | SPEEDS,

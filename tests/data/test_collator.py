@@ -68,7 +68,7 @@ def test_one_row_of_documents(lengths, with_labels):
 documents = st.lists(st.lists(st.integers(0, 2**40), max_size=20), max_size=12)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(documents, st.data())
 def test_every_token_once_and_no_target_across_documents(tokens, data):
     features = []
@@ -211,7 +211,7 @@ def test_drop_leaves_out_whole_documents_and_says_so(caplog):
     assert [r.levelno for r in caplog.records] == [logging.INFO]  # once as a warning, then as information
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 16))
 def test_overflow_accounts_for_every_token(lengths, max_tokens):
     features = make_features(lengths)

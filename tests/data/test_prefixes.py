@@ -211,7 +211,7 @@ def labelled(data, ids):
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(tokens, max_size=7), st.integers(2, 5), st.data())
 def test_every_document_with_any_beginnings(documents, min_shared, data):
     features = [{"input_ids": ids, "labels": labelled(data, ids)} for ids in documents]
@@ -225,7 +225,7 @@ def test_every_document_with_any_beginnings(documents, min_shared, data):
     assert batch["input_ids"].numel() <= sum(map(len, documents))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(tokens, st.lists(tokens, max_size=4)), max_size=5), st.integers(2, 4), st.data())
 def test_prompts_and_documents_together(given, min_shared, data):
     features = []

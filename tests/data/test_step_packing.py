@@ -29,7 +29,7 @@ def tokens_of(packed: list[list[list[int]]], lengths: list[int]) -> np.ndarray:
     return np.array([[sum(lengths[i] for i in rank) for rank in batch] for batch in packed])
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(LENGTHS, st.integers(1, 9))
 def test_what_holds_of_every_step(lengths, ranks):
     packed = pack_step(lengths, CAP, ranks)
@@ -47,7 +47,7 @@ def test_what_holds_of_every_step(lengths, ranks):
     assert all(type(i) is int for batch in packed for rank in batch for i in rank)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, CAP), min_size=1, max_size=80), st.integers(2, 8), st.data())
 def test_short_sequences_make_tokens_even(longs, ranks, data):
     """With enough sequences of one token, ranks differ by one, whatever the others are, as long as there is room."""

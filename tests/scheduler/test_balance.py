@@ -32,7 +32,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(layout=layouts(), cost=st.sampled_from(sorted(COSTS)), options=OPTIONS)
 def test_covers_every_query_once_and_keeps_the_promise(layout, cost, options):
     model, phase = COSTS[cost]
@@ -60,7 +60,7 @@ def test_covers_every_query_once_and_keeps_the_promise(layout, cost, options):
     assert moved.dispatched_kv_rows.sum(axis=1).max() <= moved.kv_rows.sum(axis=1).max()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     layout=layouts(lengths=st.integers(1000, 60000)),
     tolerance=st.sampled_from([0.01, 0.02, 0.05]),
@@ -75,7 +75,7 @@ def test_two_sided_bound_where_granules_are_finer_than_the_tolerance(layout, tol
     assert tasks.loads.max() <= (1 + tolerance) * mean
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(layout=layouts(), cost=st.sampled_from(sorted(COSTS)), window=windows(), tolerance=st.floats(0, 8))
 def test_within_the_tolerance_nothing_moves(layout, cost, window, tolerance):
     model, phase = COSTS[cost]
@@ -89,7 +89,7 @@ def test_within_the_tolerance_nothing_moves(layout, cost, window, tolerance):
         assert tasks.loads.max() <= before.max()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(layout=layouts(), cost=st.sampled_from(sorted(COSTS)), window=windows(), seed=st.integers(0, 2**32))
 def test_neither_ids_nor_storage_order_matter(layout, cost, window, seed):
     model, phase = COSTS[cost]
@@ -121,7 +121,7 @@ def test_is_a_pure_function():
     assert np.array_equal(layout.segments, segments)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     layout=layouts(ranks=st.integers(2, 3), documents=st.integers(1, 4), lengths=st.integers(1, 520)),
     cost=st.sampled_from(sorted(COSTS)),
@@ -157,7 +157,7 @@ def test_small_cases_are_near_the_optimum():
     assert np.mean(np.array(ratios) == 1) > 0.25
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     layout=layouts(), cap=st.sampled_from([1, 500, 5000, 50000]), cost=st.sampled_from(sorted(COSTS)), window=windows()
 )
@@ -182,7 +182,7 @@ def test_a_loose_cap_changes_nothing_and_a_tight_one_keeps_all_at_home():
     assert free.loads.max() < between.loads.max() < tight.loads.max()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @example(layout=Layout.from_lengths([[], [], [], [], [], [1, 1]]), weights=[0, 0, 0, 1, 2, 2, 0], tolerance=0.02)
 @given(
     layout=layouts(ranks=st.integers(2, 7)),
@@ -199,7 +199,7 @@ def test_weighted_servers(layout, weights, tolerance):
         assert load <= most if weight else load == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @example(homes=[0, 0, 0], weights=[4, 1, 1, 1])
 @given(
     homes=st.lists(st.integers(0, 3), min_size=1, max_size=6),

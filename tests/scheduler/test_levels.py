@@ -29,7 +29,7 @@ def topologies(ranks: int, seed: int) -> Topology:
     return Topology(tuple(nodes.tolist()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     layouts(),
     windows(),

@@ -58,7 +58,7 @@ def workspace(layout: Layout, plan: Routes, kind: str) -> np.ndarray:
     return work
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases)
 def test_tasks_find_the_rows_they_ask_for(case: tuple) -> None:
     layout, tasks, plans = compiled(*case)
@@ -80,7 +80,7 @@ def test_tasks_find_the_rows_they_ask_for(case: tuple) -> None:
     assert sorted(found) == sorted(map(tuple, tasks.tolist()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases)
 def test_senders_and_receivers_list_the_same_runs_in_the_same_order(case: tuple) -> None:
     _, _, plans = compiled(*case)
@@ -101,7 +101,7 @@ def test_senders_and_receivers_list_the_same_runs_in_the_same_order(case: tuple)
                 assert np.array_equal(sent, received)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**32 - 1), st.integers(3, 6), st.sampled_from([None, 3, 40]))
 def test_relayed_rows_are_the_rows_of_the_home(seed: int, world: int, window: int | None) -> None:
     layout, _, plans = compiled(seed, world, window)
@@ -185,7 +185,7 @@ def test_relays_wait_for_enough_rows() -> None:
     assert not len(RouteCompiler(layout, tasks, rule=RelayRule(total, 16)).relayed())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases)
 def test_waves_partition_the_tasks_and_share_no_key_row(case: tuple) -> None:
     _, _, plans = compiled(*case)
@@ -197,7 +197,7 @@ def test_waves_partition_the_tasks_and_share_no_key_row(case: tuple) -> None:
             assert (ranges.k_start[order][1:] >= ends[:-1]).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
 def test_the_first_wave_covers_all_keys(seed: int, world: int) -> None:
     rng = np.random.default_rng(seed)
@@ -207,7 +207,7 @@ def test_the_first_wave_covers_all_keys(seed: int, world: int) -> None:
         assert sum(plan.remote.take(wave).k_len.sum() for wave in plan.waves[:1]) == plan.work_kv_rows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6))
 def test_whole_documents_at_home_move_nothing(seed: int, world: int) -> None:
     rng = np.random.default_rng(seed)
@@ -221,7 +221,7 @@ def test_whole_documents_at_home_move_nothing(seed: int, world: int) -> None:
         assert plan.is_local and int(plan.local.q_len.sum()) == plan.home_rows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 5))
 def test_document_ids_may_be_any_int64(seed: int, world: int) -> None:
     rng = np.random.default_rng(seed)
@@ -260,7 +260,7 @@ def test_empty_layout(world: int) -> None:
     assert plan.is_local and not len(plan.local) and plan.home_rows == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(1, 300), max_size=5), min_size=1, max_size=4), st.sampled_from([None, 1, 64]))
 def test_whole_documents_at_home_need_no_compiler(lengths, window) -> None:
     layout = Layout.from_lengths(lengths)

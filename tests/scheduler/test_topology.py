@@ -97,7 +97,7 @@ def slowly(cost: CostModel, topology: Topology, at_home, away, out, back, early:
     return last
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 7), st.booleans())
 def test_seconds_against_pair_after_pair(seed: int, ranks: int, early: bool) -> None:
     rng = np.random.default_rng(seed)

@@ -20,7 +20,7 @@ from tests.scheduler.strategies import COSTS, layouts, windows
 SMALL = layouts(ranks=st.integers(1, 5), documents=st.integers(1, 8), lengths=st.integers(1, 400))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(layout=SMALL, cost=st.sampled_from(sorted(COSTS)), window=windows())
 def test_rows_are_those_counted_one_by_one(layout, cost, window):
     model, phase = COSTS[cost]
@@ -44,7 +44,7 @@ def test_bytes_beyond_int64_are_refused():
                 size(heads, phase)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layout=SMALL, cost=st.sampled_from(sorted(COSTS)), window=windows())
 def test_bytes_are_those_of_the_compiled_plan(layout, cost, window):
     model, phase = COSTS[cost]

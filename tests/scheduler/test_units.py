@@ -37,7 +37,7 @@ def lengths(layout: Layout) -> dict[int, int]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 5),

@@ -163,7 +163,7 @@ def test_a_busy_end_holds_up_all_that_it_sends() -> None:
     assert phase_seconds(COST, *loads, out, back, early=True) == pytest.approx(4 + 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
 def test_between_the_busiest_server_and_everything_in_turn(seed: int, ranks: int) -> None:
     rng = np.random.default_rng(seed)
@@ -246,7 +246,7 @@ def test_weights_in_two_by_hand(speeds, linear, home, parts) -> None:
         assert weights == pytest.approx([MAX_WEIGHT * part / max(parts) for part in parts], abs=0.51)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data(), st.integers(1, 8))
 def test_in_two_no_server_with_attention_ends_later_than_another(data, servers: int) -> None:
     several = dict(min_size=servers, max_size=servers)
@@ -287,7 +287,7 @@ SERVERS = st.integers(1, 8)
 WORK = st.sampled_from([0, 0, 10**15]) | st.integers(0, 2**60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), SERVERS)
 def test_ends_together_as_a_search_in_floats_does(data, servers: int) -> None:
     several = dict(min_size=servers, max_size=servers)
@@ -313,7 +313,7 @@ def test_ends_together_as_a_search_in_floats_does(data, servers: int) -> None:
     assert all(weight == 0 for weight, speed in zip(weights, speeds, strict=True) if speed == 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data(), SERVERS)
 def test_linear_work_and_attention_by_speed_are_the_same_where_nobody_waits(data, servers: int) -> None:
     several = dict(min_size=servers, max_size=servers)
@@ -409,7 +409,7 @@ def test_the_host_changes_nothing_of_long_layers(short, phase) -> None:
     assert moves(4096, lengths, phase) == moves(4096, lengths, phase, layer=0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.lists(st.integers(1, 20000), max_size=5), min_size=2, max_size=6), st.sampled_from(PHASES))
 def test_rows_that_move_take_that_many_messages(lengths, phase) -> None:
     layout = Layout.from_lengths(lengths)

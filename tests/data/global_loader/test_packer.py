@@ -21,7 +21,7 @@ def coverage(lengths: list[int], pieces: list[Piece]) -> list[np.ndarray]:
     return found
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 40), max_size=60),
     st.lists(st.integers(1, 50), min_size=1, max_size=3),
@@ -54,7 +54,7 @@ def test_every_token_is_in_exactly_one_pack(lengths, capacities, fill, lookahead
     assert counts.split_documents == sum(n > min(capacities) for n in lengths)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(5, 40), st.integers(1, 3), st.integers(1, 2))
 def test_dropping_the_last_step(lengths, capacity, accumulation, groups) -> None:
     kept = GlobalPacker([capacity] * groups).steps(enumerate(lengths), accumulation)

@@ -25,7 +25,7 @@ def lengths_of(layout) -> dict[int, int]:
     return found
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(
     st.lists(st.integers(1, 700), max_size=30),
     st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),

@@ -21,7 +21,7 @@ def excess(packs: list[list[int]], ranks: int, tokens: int) -> int:
     return sum(_excess(pack, ranks, tokens, {n: n * n for pack in packs for n in pack}) for pack in packs)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.lists(st.one_of(st.integers(1, 9), st.integers(1, 60)), max_size=12), max_size=5),
     st.integers(1, 5),

@@ -30,7 +30,7 @@ def every_subset(lengths: list[int], tokens: int) -> list[int]:
     return found
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=10), st.data())
 def test_a_subset_is_found_where_there_is_one(lengths, data) -> None:
     tokens = data.draw(st.integers(0, sum(lengths)))
@@ -79,7 +79,7 @@ def test_too_many_tokens_for_a_table(monkeypatch) -> None:
     assert subset(lengths, lengths, 1505, 0) == [0, 2, 3]  # all but 501 tokens
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 40))
 def test_every_document_once_and_budgets_met(seed, ranks, mean) -> None:
     rng = np.random.default_rng(seed)

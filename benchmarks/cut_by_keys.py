@@ -56,11 +56,7 @@ def by_queries(heads: Heads, ranks: int, phase: str) -> tuple[float, float]:
 
 
 def by_keys(heads: Heads, ranks: int, phase: str) -> tuple[float, float]:
-    if phase == "forward":
-        query, result, keys, gradients = heads.q_bytes, heads.return_bytes, heads.kv_bytes, 0
-    else:
-        query, result = heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes, heads.q_bytes
-        keys = gradients = heads.kv_bytes
+    query, result, keys, gradients = heads.moved(phase)
     work = np.arange(ranks) + 0.5  # in blocks: those below and half of a rank's own
     mean = work.mean()
     out, back = np.zeros((ranks, ranks)), np.zeros((ranks, ranks))

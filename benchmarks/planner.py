@@ -29,7 +29,6 @@ from workloads.sampling import layouts
 from deepspeed_distca.layout import LENGTH, START, Layout
 from deepspeed_distca.scheduler import CostModel, Heads, balance
 from deepspeed_distca.scheduler.routes import RouteCompiler
-from deepspeed_distca.scheduler.traffic import traffic
 
 TOKENS, BATCHES, TOLERANCE, GRANULARITY = 65536, 10, 0.02, 128
 HEADS = Heads(query=4, key_value=1, head_dim=128)
@@ -96,7 +95,7 @@ def measure(layout: Layout, repeats: int) -> Result:
         balanced = time.perf_counter()
         RouteCompiler(layout, tasks.rows).rank(0)
         times.append((balanced - start, time.perf_counter() - balanced))
-    moved = traffic(layout, tasks).dispatch_bytes(HEADS)
+    moved, _ = RouteCompiler(layout, tasks.rows).bytes_between(HEADS, "forward")
     longest = int((layout.segments[:, START] + layout.segments[:, LENGTH]).max())
     granule = cost.forward(max(0, longest - GRANULARITY), longest, 0)
     return Result(

@@ -82,7 +82,7 @@ class _Home:
     @cached_property
     def digest(self) -> int:
         """Of either phase."""
-        return digest(self.layout, self.rows, window=self.window).value
+        return digest(self.layout, self.rows, window=self.window)
 
 
 class PhasePlanner:
@@ -130,7 +130,7 @@ class PhasePlanner:
         if np.array_equal(tasks.rows, home.rows):
             made = home.digest
         else:
-            made = digest(layout, tasks, phase=phase, window=window).value
+            made = digest(layout, tasks, phase=phase, window=window)
         return PlannedPhase(
             phase,
             window,

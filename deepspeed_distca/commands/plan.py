@@ -26,7 +26,7 @@ from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Profile, ProfileError
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.strict_json import loads
-from deepspeed_distca.scheduler.traffic import homes_of, traffic
+from deepspeed_distca.scheduler.traffic import homes_of
 from deepspeed_distca.scheduler.worth import PlanOptions, Worth
 
 _TABLE_ROWS = 64
@@ -101,8 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         milliseconds = (time.perf_counter() - start) * 1e3
         training = _in_training(arguments, layout, cost)
-        moved = traffic(layout, tasks)
-        flows = moved.dispatch_bytes(heads, phase), moved.return_bytes(heads, phase)
+        flows = RouteCompiler(layout, tasks.rows).bytes_between(heads, phase)
     except (ValueError, OverflowError) as error:
         raise UsageError(str(error)) from error
     columns = ("document", "q_start", "q_end", "k_start", "k_end", "server")
@@ -117,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         "balance_after": tasks.balance,
         "bytes": flows[0],
         "bytes_return": flows[1],
-        "digest": digest(layout, tasks, phase=phase, window=arguments.window).hex,
+        "digest": f"{digest(layout, tasks, phase=phase, window=arguments.window):016x}",
         "milliseconds": milliseconds,
         "training": training,
     }

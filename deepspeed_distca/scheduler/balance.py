@@ -210,20 +210,15 @@ def _check_total(costs: np.ndarray) -> None:
 
 def row_costs(heads: Heads, phase: Phase, bytes_per_second: int) -> tuple[int, int]:
     """Transfer time of a moved query row and a key/value row, out and back, in the unit of loads."""
-    if phase == "forward":
-        query, key_value = heads.q_bytes + heads.return_bytes, heads.kv_bytes
-    else:
-        query, key_value = 2 * heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes, 2 * heads.kv_bytes
-    return query * UNITS_PER_SECOND // bytes_per_second, key_value * UNITS_PER_SECOND // bytes_per_second
+    row = heads.moved(phase)
+    return row.query * UNITS_PER_SECOND // bytes_per_second, row.key * UNITS_PER_SECOND // bytes_per_second
 
 
 def _received_at_home(layout: Layout, window: int | None) -> list[int]:
     """Key/value rows that each rank must receive for its own queries."""
     rows = home_tasks(layout, window)
     rows = rows[~np.isin(rows[:, TASK_DOCUMENT], layout.contexts[:, CONTEXT_DOCUMENT])]  # whose keys are there
-    _, kv = rows_between(layout.pieces, rows, layout.num_ranks)
-    np.fill_diagonal(kv, 0)
-    return kv.sum(axis=0).tolist()
+    return rows_between(layout, rows)[1].sum(axis=0).tolist()
 
 
 def _sum_by(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,17 +12,8 @@ from deepspeed_distca.scheduler.cost_model import Phase
 from deepspeed_distca.scheduler.tasks import Tasks
 
 
-class Digest(NamedTuple):
-    """The same 63 bits twice: as an integer that an int64 tensor holds, and as 16 hexadecimal digits."""
-
-    value: int
-    hex: str
-
-
-def digest(
-    layout: Layout, tasks: Tasks | np.ndarray, *, phase: Phase = "forward", window: int | None = None
-) -> Digest:
-    """Of everything that decides what ranks exchange and compute: the layout, the tasks, their phase and window.
+def digest(layout: Layout, tasks: Tasks | np.ndarray, *, phase: Phase = "forward", window: int | None = None) -> int:
+    """63 bits of all that decides what ranks exchange and compute: the layout, the tasks, their phase and window.
 
     Args:
         layout: where the tokens live, in storage order.
@@ -35,5 +25,4 @@ def digest(
         state.update(f" {array.shape} ".encode())
         # Little-endian whatever the machine, so that unlike hosts agree.
         state.update(np.ascontiguousarray(array).astype("<i8").tobytes())
-    value = int.from_bytes(state.digest(), "little") >> 1
-    return Digest(value, f"{value:016x}")
+    return int.from_bytes(state.digest(), "little") >> 1

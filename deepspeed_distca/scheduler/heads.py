@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed_distca.given import integer, shown
 
@@ -15,6 +15,25 @@ MAX_HEADS, MAX_ELEMENT_SIZE = 2**20, 16
 
 #: Bytes of an lse or delta entry: both are fp32 for any element type.
 _FP32 = 4
+
+
+class RowBytes(NamedTuple):
+    """Bytes of a query row and of a key/value row that are moved, on their way out to the server and back."""
+
+    query_out: int
+    query_back: int
+    key_out: int
+    key_back: int
+
+    @property
+    def query(self) -> int:
+        """Of a query row, out and back."""
+        return self.query_out + self.query_back
+
+    @property
+    def key(self) -> int:
+        """Of a key/value row, out and back."""
+        return self.key_out + self.key_back
 
 
 @dataclass(frozen=True)
@@ -77,15 +96,12 @@ class Heads:
         """Bytes that a query row brings home in forward: out and lse."""
         return self.out_bytes + self.lse_bytes
 
-    @property
-    def step_q_bytes(self) -> int:
-        """Bytes of a moved query row over forward and backward: q, out, lse; q, dout, lse, delta, dq."""
-        return 3 * self.q_bytes + 2 * self.out_bytes + 3 * self.lse_bytes
-
-    @property
-    def step_kv_bytes(self) -> int:
-        """Bytes of a moved key/value row over forward and backward: k, v; k, v, dk, dv."""
-        return 3 * self.kv_bytes
+    def moved(self, phase: str) -> RowBytes:
+        """Bytes of moved rows in a phase. In "forward" q, k and v go out, and out and lse come back; in "backward" q,
+        dout, lse, delta, k and v go out, and dq, dk and dv come back."""
+        if phase == "forward":
+            return RowBytes(self.q_bytes, self.return_bytes, self.kv_bytes, 0)
+        return RowBytes(self.q_bytes + self.out_bytes + 2 * self.lse_bytes, self.q_bytes, self.kv_bytes, self.kv_bytes)
 
     def to_dict(self) -> dict[str, int | None]:
         return {

@@ -276,17 +276,14 @@ class RouteCompiler:
         Raises:
             OverflowError: see :func:`bytes_of`.
         """
-        if phase == "forward":
-            query, key = (heads.q_bytes, heads.return_bytes), (heads.kv_bytes, 0)
-        else:
-            query = heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes, heads.q_bytes
-            key = heads.kv_bytes, heads.kv_bytes
+        row = heads.moved(phase)
         queries, keys = self._q_runs, self._kv_runs
         q_away, k_away = queries[:, 0] != queries[:, 1], keys[:, 0] != keys[:, 1]
         queries, keys, senders = queries[q_away], keys[k_away], self._key_senders()[k_away]
         server, sender = np.append(queries[:, 0], keys[:, 0]), np.append(queries[:, 1], senders)
         out, back = (
-            np.append(bytes_of(queries[:, 4], q), bytes_of(keys[:, 4], k)) for q, k in zip(query, key, strict=True)
+            np.append(bytes_of(queries[:, 4], query), bytes_of(keys[:, 4], key))
+            for query, key in ((row.query_out, row.key_out), (row.query_back, row.key_back))
         )
         first = then = None
         if self._far_relays and (self._kv_source >= 0).any():

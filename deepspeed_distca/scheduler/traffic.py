@@ -1,69 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows and bytes that tasks make ranks send each other, for weighing, reports and checks."""
+"""Rows of documents that tasks need, and where these are stored."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
 from deepspeed_distca.layout import PIECE_DOCUMENT, PIECE_END, PIECE_RANK, PIECE_START, Layout
-from deepspeed_distca.scheduler.cost_model import Phase
-from deepspeed_distca.scheduler.heads import Heads
-from deepspeed_distca.scheduler.routes import RouteCompiler, bytes_of
-from deepspeed_distca.scheduler.tasks import K_END, K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT, Tasks
-from deepspeed_distca.scheduler.topology import Topology
+from deepspeed_distca.scheduler.tasks import K_END, K_START, Q_END, Q_START, SERVER, TASK_DOCUMENT
 
 
-class Traffic(NamedTuple):
-    """Rows between ranks in one phase, int64 [num_ranks, num_ranks].
-
-    The diagonals are 0: what stays at home is no traffic. A (document, server) pair receives each key/value row once,
-    and its gradients go back the way that it came.
-
-    Attributes:
-        q_rows, kv_rows: by home and server.
-        dispatched_kv_rows: by who sends them, a home or a relay, and server; with those that are carried for others.
-    """
-
-    q_rows: np.ndarray
-    kv_rows: np.ndarray
-    dispatched_kv_rows: np.ndarray
-
-    def dispatch_bytes(self, heads: Heads, phase: Phase = "forward") -> np.ndarray:
-        """[sender, receiver] bytes on the way out: q, k, v; in backward dout, lse and delta as well.
-
-        Raises:
-            OverflowError: see ``plan.bytes_of``; so does :meth:`return_bytes`.
-        """
-        q = heads.q_bytes if phase == "forward" else heads.q_bytes + heads.out_bytes + 2 * heads.lse_bytes
-        return bytes_of(self.q_rows, q) + bytes_of(self.dispatched_kv_rows, heads.kv_bytes)
-
-    def return_bytes(self, heads: Heads, phase: Phase = "forward") -> np.ndarray:
-        """[sender, receiver] bytes on the way back, from servers to homes: out and lse; in backward dq, dk, dv."""
-        if phase == "forward":
-            return bytes_of(self.q_rows, heads.return_bytes).T
-        return (bytes_of(self.q_rows, heads.q_bytes) + bytes_of(self.dispatched_kv_rows, heads.kv_bytes)).T
-
-
-def traffic(layout: Layout, tasks: Tasks | np.ndarray, nodes: Topology | None = None) -> Traffic:
-    """What tasks (or their rows) make ranks send; `nodes` of the servers, None is one node."""
-    rows = tasks.rows if isinstance(tasks, Tasks) else tasks
-    q, kv = rows_between(layout.pieces, rows, layout.num_ranks)
-    np.fill_diagonal(q, 0)
-    np.fill_diagonal(kv, 0)
-    return Traffic(q, kv, RouteCompiler(layout, rows, nodes).key_rows())
-
-
-def rows_between(pieces: np.ndarray, rows: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Query and key/value rows that servers need, each once, by home: int64 [home, server] each, diagonal and all.
+def rows_between(layout: Layout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Query and key/value rows that servers need of other ranks, each once: int64 [home, server] each. Relays may
+    bring them from elsewhere: see ``RouteCompiler.key_rows``.
 
     Args:
-        pieces: see ``Layout.pieces``.
-        rows: ``Tasks.rows``.
+        layout: where the tokens live.
+        rows: ``Tasks.rows`` of it.
     """
     q, kv = (
-        _by_home(pieces, *_distinct(rows[:, TASK_DOCUMENT], rows[:, low], rows[:, high], rows[:, SERVER]), num_ranks)
+        _by_home(layout, *_distinct(rows[:, TASK_DOCUMENT], rows[:, low], rows[:, high], rows[:, SERVER]))
         for low, high in ((Q_START, Q_END), (K_START, K_END))
     )
     return q, kv
@@ -87,12 +42,13 @@ def _distinct(
 
 
 def _by_home(
-    pieces: np.ndarray, document: np.ndarray, low: np.ndarray, high: np.ndarray, server: np.ndarray, num_ranks: int
+    layout: Layout, document: np.ndarray, low: np.ndarray, high: np.ndarray, server: np.ndarray
 ) -> np.ndarray:
-    """Rows of ranges [low, high) by the rank that stores them and the server that needs them."""
-    out = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-    which, piece, size = overlaps(pieces, document, low, high)
-    np.add.at(out, (pieces[piece, PIECE_RANK], server[which]), size)
+    """Rows of ranges [low, high) by the rank that stores them and the server, another one, that needs them."""
+    out = np.zeros((layout.num_ranks, layout.num_ranks), dtype=np.int64)
+    which, piece, size = overlaps(layout.pieces, document, low, high)
+    np.add.at(out, (layout.pieces[piece, PIECE_RANK], server[which]), size)
+    np.fill_diagonal(out, 0)
     return out
 
 

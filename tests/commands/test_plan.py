@@ -88,7 +88,7 @@ def test_json_says_what_the_plan_is(plan, cost, window):
     assert report["balance_before"] == pytest.approx(max(report["load_before"]) / np.mean(report["load_before"]))
     assert report["balance_after"] == pytest.approx(max(report["load_after"]) / np.mean(report["load_after"]))
     assert report["balance_after"] < report["balance_before"]
-    assert report["digest"] == digest(LAYOUT, expected, window=window).hex
+    assert report["digest"] == f"{digest(LAYOUT, expected, window=window):016x}"
     assert 0 < report["milliseconds"] < 10000
 
 

@@ -20,7 +20,7 @@ from deepspeed_distca.pipeline.batches import describe
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import home_tasks
-from deepspeed_distca.scheduler.traffic import traffic
+from deepspeed_distca.scheduler.traffic import rows_between
 from tests.distributed.random_plans import random_layout, random_tasks
 
 #: A prompt of 5 tokens, of which 4 are shared, with answers of 2 and 3.
@@ -131,8 +131,11 @@ def test_rows_are_counted_as_they_are_sent(seed: int) -> None:
     rng = np.random.default_rng(seed)
     layout, heads = random_layout(rng, 3, documents=6, longest=60, trees=0.6), Heads(4, 2, 8)
     tasks = random_tasks(rng, layout, None)
-    counted, compiler = traffic(layout, tasks), RouteCompiler(layout, tasks)
+    queries, keys = rows_between(layout, tasks)
+    compiler = RouteCompiler(layout, tasks)
+    assert np.array_equal(keys, compiler.key_rows())
     for phase in ("forward", "backward"):
         out, back = compiler.bytes_between(heads, phase)
-        assert np.array_equal(out, counted.dispatch_bytes(heads, phase))
-        assert np.array_equal(back, counted.return_bytes(heads, phase))
+        row = heads.moved(phase)
+        assert np.array_equal(out, queries * row.query_out + keys * row.key_out)
+        assert np.array_equal(back.T, queries * row.query_back + keys * row.key_back)

@@ -25,7 +25,7 @@ from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.relays import RelayRule
 from deepspeed_distca.scheduler.routes import RouteCompiler, Routes
 from deepspeed_distca.scheduler.topology import Topology
-from deepspeed_distca.scheduler.traffic import traffic
+from deepspeed_distca.scheduler.traffic import rows_between
 from tests.scheduler.bounds import promised
 from tests.scheduler.checks import check_shards, check_tasks, documents_of
 
@@ -226,9 +226,9 @@ def _check_cap(case: Case, tasks: Tasks, home: np.ndarray) -> None:
     cap, weights = case.options["max_received_rows"], case.options["server_weights"] or []
     if cap is None or any(not weight and server in home[:, 5] for server, weight in enumerate(weights)):
         return
-    moved, own = traffic(case.layout, tasks), traffic(case.layout, home)
-    received = (moved.q_rows + moved.kv_rows).sum(axis=0)
-    assert (received <= np.maximum(cap, own.kv_rows.sum(axis=0))).all(), "received more than the cap"
+    received = sum(rows_between(case.layout, tasks.rows)).sum(axis=0)
+    own = rows_between(case.layout, home)[1].sum(axis=0)
+    assert (received <= np.maximum(cap, own)).all(), "received more than the cap"
 
 
 def _check_transfers(

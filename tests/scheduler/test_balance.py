@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from deepspeed_distca.layout import Layout, LayoutError, Segment
 from deepspeed_distca.scheduler import CostModel, balance, home_tasks
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import SERVER
-from deepspeed_distca.scheduler.traffic import traffic
+from deepspeed_distca.scheduler.traffic import rows_between
 from tests.scheduler.bounds import least_max_load, lower_bound, naive_bytes, promised
 from tests.scheduler.checks import check_shards, check_tasks, documents_of
 from tests.scheduler.strategies import COSTS, HEADS, layouts, windows
@@ -52,12 +53,12 @@ def test_covers_every_query_once_and_keeps_the_promise(layout, cost, options):
     assert all(load <= most for load, most in zip(tasks.loads.tolist(), bound, strict=True))
     least = lower_bound(layout, model, phase=phase, granularity=options["granularity"], window=window)
     assert tasks.loads.max() >= least
-    moved = traffic(layout, tasks)
-    by_home = moved.q_rows * HEADS.q_bytes + moved.kv_rows * HEADS.kv_bytes
+    queries, keys = rows_between(layout, tasks.rows)
+    by_home, sent = queries * HEADS.q_bytes + keys * HEADS.kv_bytes, RouteCompiler(layout, tasks.rows).key_rows()
     assert (by_home <= naive_bytes(layout, tasks, HEADS)).all()
     # Relays change who sends keys, not who receives how many, and load nobody more than the busiest home was.
-    assert (moved.dispatched_kv_rows.sum(axis=0) == moved.kv_rows.sum(axis=0)).all()
-    assert moved.dispatched_kv_rows.sum(axis=1).max() <= moved.kv_rows.sum(axis=1).max()
+    assert (sent.sum(axis=0) == keys.sum(axis=0)).all()
+    assert sent.sum(axis=1).max() <= keys.sum(axis=1).max()
 
 
 @settings(max_examples=150)
@@ -83,7 +84,7 @@ def test_within_the_tolerance_nothing_moves(layout, cost, window, tolerance):
     before = tasks.loads_before
     if before.max() * layout.num_ranks <= (1 + tolerance - 1e-8) * before.sum():
         assert np.array_equal(tasks.rows, home_tasks(layout, window))
-        assert not traffic(layout, tasks).q_rows.any()
+        assert not rows_between(layout, tasks.rows)[0].any()
         assert np.array_equal(tasks.loads, before)
     else:
         assert tasks.loads.max() <= before.max()
@@ -165,9 +166,9 @@ def test_cap_on_received_rows(layout, cap, cost, window):
     model, phase = COSTS[cost]
     tasks = balance(layout, model, phase=phase, window=window, max_received_rows=cap)
     check_tasks(layout, tasks.rows, window)
-    moved, at_home = traffic(layout, tasks), traffic(layout, home_tasks(layout, window))
-    received = (moved.q_rows + moved.kv_rows).sum(axis=0)
-    assert (received <= np.maximum(cap, at_home.kv_rows.sum(axis=0))).all()
+    received = sum(rows_between(layout, tasks.rows)).sum(axis=0)
+    at_home = rows_between(layout, home_tasks(layout, window))[1].sum(axis=0)
+    assert (received <= np.maximum(cap, at_home)).all()
     assert tasks.loads.max() <= tasks.loads_before.max()
 
 
@@ -276,8 +277,8 @@ def test_takers_prefer_a_document_they_have_keys_of():
     layout = Layout.from_ranks([[(0, 0, 20000)], [(0, 20000, 8000)], [(0, 28000, 30000)], [(1, 0, 23664)]])
     tasks = balance(layout, AREA, tolerance=0.1)
     assert tasks.balance <= 1.1
-    moved = traffic(layout, tasks)
-    assert moved.dispatch_bytes(HEADS).sum() < 0.6 * naive_bytes(layout, tasks, HEADS).sum()
+    sent, _ = RouteCompiler(layout, tasks.rows).bytes_between(HEADS, "forward")
+    assert sent.sum() < 0.6 * naive_bytes(layout, tasks, HEADS).sum()
 
 
 def test_pieces_of_equal_cost_are_told_apart_by_where_the_rest_lies():

@@ -10,8 +10,8 @@ import pytest
 
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler import CostModel, Heads, home_tasks
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.tasks import task_rows
-from deepspeed_distca.scheduler.traffic import traffic
 from deepspeed_distca.scheduler.units import Units
 from tests.scheduler.bounds import granules, least_max_load, lower_bound, naive_bytes
 
@@ -78,4 +78,4 @@ def test_naive_plan_sends_whole_documents():
     rows[rows[:, 0] == 1, 5] = 2
     row = heads.q_bytes + heads.kv_bytes
     assert naive_bytes(layout, rows, heads).tolist() == [[0, 10 * row, 0], [4 * row, 0, 3 * row], [0, 0, 0]]
-    assert (traffic(layout, rows).dispatch_bytes(heads) <= naive_bytes(layout, rows, heads)).all()
+    assert (RouteCompiler(layout, rows).bytes_between(heads, "forward")[0] <= naive_bytes(layout, rows, heads)).all()

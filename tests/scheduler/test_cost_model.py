@@ -192,9 +192,10 @@ def test_bytes_of_rows():
     heads = Heads(query=4, key_value=2, head_dim=8, value_dim=6, element_size=2)
     assert (heads.q_bytes, heads.kv_bytes, heads.out_bytes, heads.lse_bytes) == (64, 56, 48, 16)
     assert heads.return_bytes == 64
-    # Forward q, out, lse; backward q, dout, lse, delta and dq.
-    assert heads.step_q_bytes == (64 + 48 + 16) + (64 + 48 + 16 + 16 + 64)
-    assert heads.step_kv_bytes == 56 + 2 * 56
+    # Forward q; out, lse. Backward q, dout, lse, delta; dq.
+    assert heads.moved("forward") == (64, 48 + 16, 56, 0)
+    assert heads.moved("backward") == (64 + 48 + 16 + 16, 64, 56, 56)
+    assert heads.moved("backward").query == 208 and heads.moved("backward").key == 112
 
 
 @settings(max_examples=300)

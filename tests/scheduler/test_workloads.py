@@ -15,7 +15,7 @@ from deepspeed_distca.layout import LENGTH, START
 from deepspeed_distca.scheduler import CostModel, Heads, balance
 from deepspeed_distca.scheduler.cost_model import pairs
 from deepspeed_distca.scheduler.profiles import Setting, choose
-from deepspeed_distca.scheduler.traffic import traffic
+from deepspeed_distca.scheduler.routes import RouteCompiler
 
 HEADS = Heads(query=4, key_value=1, head_dim=128)
 H200 = Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16")
@@ -62,7 +62,7 @@ def test_balance_and_bytes(case, mean_mib, worst_mib):
     for layout in layouts(**CASES[case], tokens=65536, batches=10):
         tasks = balance(layout, cost, tolerance=0.02)
         assert tasks.loads.max() <= 1.02 * tasks.loads.mean()
-        moved = traffic(layout, tasks).dispatch_bytes(HEADS) / 2**20
+        moved = RouteCompiler(layout, tasks.rows).bytes_between(HEADS, "forward")[0] / 2**20
         mean.append(moved.sum() / layout.num_ranks)
         worst.append(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
     assert np.mean(mean) <= mean_mib

@@ -38,11 +38,12 @@ from deepspeed_distca.defaults import GRANULARITY, MIN_GAIN, TOLERANCE
 from deepspeed_distca.given import integers
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.scheduler.balance import balance
-from deepspeed_distca.scheduler.cost_model import CostModel, PhaseCost, key_start
+from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, PhaseCost, key_start
 from deepspeed_distca.scheduler.levels import by_levels
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.shares import Shares
 from deepspeed_distca.scheduler.topology import Topology
-from deepspeed_distca.scheduler.traffic import traffic
+from deepspeed_distca.scheduler.traffic import rows_between
 
 Placement = Literal["whole", "free", "contiguous", "head_tail"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
@@ -126,16 +127,17 @@ def place(
         """Bytes over forward and backward, of all ranks and of the one that sends or receives the most. Those between
         nodes count as many times as NICs are slower, and a key row once a node."""
         options: dict[str, Any] = dict(tolerance=tolerance, server_weights=server_weights, window=window)
-        step_q, step_kv = cost.heads.step_q_bytes, cost.heads.step_kv_bytes
         if nodes is None:
-            rows = traffic(layout, balance(layout, cost, **options))
-            size = rows.q_rows * step_q + rows.kv_rows * step_kv
+            q, kv = rows_between(layout, balance(layout, cost, **options).rows)
         else:
             # Most of the work is backward's. Levels seldom fail at twice the tolerance, and then take half the time.
             options.update(phase="backward", tolerance=2 * tolerance)
             tasks = by_levels(layout, cost, nodes, granularity=GRANULARITY, **options)
-            rows = traffic(layout, tasks or balance(layout, cost, **options), nodes)
-            size = rows.q_rows * step_q + rows.dispatched_kv_rows * step_kv
+            rows = (tasks or balance(layout, cost, **options)).rows
+            q, kv = rows_between(layout, rows)[0], RouteCompiler(layout, rows, nodes).key_rows()
+        forward, backward = map(cost.heads.moved, PHASES)
+        size = q * (forward.query + backward.query) + kv * (forward.key + backward.key)
+        if nodes is not None:
             size[nodes.across] *= max(1, cost.bytes_per_second // cost.nic_bytes_per_second)
         return int(size.sum()), int(max(size.sum(0).max(), size.sum(1).max()))
 

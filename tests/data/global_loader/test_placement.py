@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from deepspeed_distca.data.global_loader.placement import place, share_tokens
 from deepspeed_distca.layout import Segment
 from deepspeed_distca.scheduler import CostModel, Heads, balance
+from deepspeed_distca.scheduler.cost_model import PHASES
 from deepspeed_distca.scheduler.levels import by_levels
+from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.topology import Topology
-from deepspeed_distca.scheduler.traffic import traffic
+from deepspeed_distca.scheduler.traffic import rows_between
 
 COST = CostModel.area(Heads(query=4, key_value=1, head_dim=8))
 
@@ -96,10 +98,8 @@ def test_free_placement_moves_fewer_bytes(seed: int) -> None:
         layout = place(lengths, budgets, placement=placement, cost=COST)
         tasks = balance(layout, COST)
         assert tasks.balance < 1.03
-        rows = traffic(layout, tasks)
-        return int((rows.q_rows * COST.heads.step_q_bytes + rows.kv_rows * COST.heads.step_kv_bytes).sum()), (
-            tasks.balance_before
-        )
+        q, kv = (rows.sum() for rows in rows_between(layout, tasks.rows))
+        return int(sum(q * row.query + kv * row.key for row in map(COST.heads.moved, PHASES))), tasks.balance_before
 
     free, contiguous, head_tail = (moved(p) for p in ("free", "contiguous", "head_tail"))
     assert free[0] < 0.9 * min(contiguous[0], head_tail[0]), (free, contiguous, head_tail)
@@ -120,9 +120,9 @@ def across(layout, nodes: Topology) -> tuple[int, float]:
     """Rows that cross nodes, and the work of the node that has most at home, over the mean."""
     options = dict(phase="backward", tolerance=0.02)
     tasks = by_levels(layout, COST, nodes, granularity=128, **options) or balance(layout, COST, **options)
-    rows = traffic(layout, tasks, nodes)
+    queries, keys = rows_between(layout, tasks.rows)[0], RouteCompiler(layout, tasks.rows, nodes).key_rows()
     loads = np.array([tasks.loads_before[its].sum() / len(its) for its in nodes.servers])
-    return int((rows.q_rows + rows.dispatched_kv_rows)[nodes.across].sum()), float(loads.max() / loads.mean())
+    return int((queries + keys)[nodes.across].sum()), float(loads.max() / loads.mean())
 
 
 @pytest.mark.parametrize("placement", ["whole", "free"])

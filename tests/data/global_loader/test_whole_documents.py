@@ -15,7 +15,8 @@ from deepspeed_distca.data.global_loader import whole_documents
 from deepspeed_distca.data.global_loader.placement import place
 from deepspeed_distca.data.global_loader.whole_documents import divide, subset
 from deepspeed_distca.scheduler import CostModel, balance
-from deepspeed_distca.scheduler.traffic import traffic
+from deepspeed_distca.scheduler.cost_model import PHASES
+from deepspeed_distca.scheduler.traffic import rows_between
 
 
 def work(tokens: int) -> int:
@@ -197,8 +198,8 @@ def test_uneven_whole_documents_compete_by_bytes() -> None:
     lengths, budgets = [3438, 1116, 3501, 1155, 2385, 824, 3509, 2674, 2334, 1922, 1984], [12421] * 2
 
     def moved(layout) -> int:
-        rows = traffic(layout, balance(layout, cost, tolerance=0.02))
-        return int((rows.q_rows * cost.heads.step_q_bytes + rows.kv_rows * cost.heads.step_kv_bytes).sum())
+        q, kv = (rows.sum() for rows in rows_between(layout, balance(layout, cost, tolerance=0.02).rows))
+        return int(sum(q * row.query + kv * row.key for row in map(cost.heads.moved, PHASES)))
 
     contiguous = place(lengths, budgets, placement="contiguous")
     even_enough = place(lengths, budgets, placement="free", tolerance=0.02)

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 
 from deepspeed_distca import compat
-from deepspeed_distca.attention_server.kernels import KernelError, select_kernel
+from deepspeed_distca.attention_server.kernels import KernelError
 from deepspeed_distca.cli import UsageError
 from deepspeed_distca.commands.shared import positive_int, read_config
 from deepspeed_distca.compat.deepspeed import import_quietly, quietly
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
-from deepspeed_distca.cost_choice import own_cost_model
+from deepspeed_distca.cost_choice import choose_kernel, own_cost_model
 from deepspeed_distca.profiling.accuracy import kernel_error
-from deepspeed_distca.profiling.links import measure_links
+from deepspeed_distca.profiling.link import measure_links
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
 
@@ -245,11 +245,10 @@ def _links() -> list[Finding]:
     if count < 2:
         return [Finding("note", "links", f"not measured: that takes two GPUs, and here are {count or 'none'}")]
     try:
-        links = measure_links(count)
+        rate, latency = measure_links(count)
     except RuntimeError as error:
         return [Finding("bad", "links", f"{count} processes could not send to each other by NCCL: {error}")]
-    rate, latency = f"{links.bytes_per_second / 1e9:.0f} GB/s", f"{links.latency * 1e6:.0f} us"
-    text = f"each GPU sends and receives {rate} at once by NCCL, and 64 KiB in {latency}"
+    text = f"each GPU sends and receives {rate / 1e9:.0f} GB/s at once by NCCL, and 64 KiB in {latency * 1e6:.0f} us"
     return [Finding("ok", "links", text)]
 
 
@@ -258,8 +257,7 @@ def _kernel(block: DistCAConfig, heads: Heads) -> list[Finding]:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        q, kv, dim = heads.query, heads.key_value, heads.head_dim
-        kernel = select_kernel(block.kernel, device=device, dtype=dtype, q_heads=q, kv_heads=kv, head_dim=dim)
+        kernel = choose_kernel(block.kernel, heads, device, dtype, None)
     except KernelError as error:
         return [Finding("bad", "kernel", str(error))]
     apart = kernel_error(kernel, heads, device, dtype)
@@ -277,7 +275,7 @@ def _kernel(block: DistCAConfig, heads: Heads) -> list[Finding]:
 
 def _memory(block: DistCAConfig, model: Model, tokens: int, shards: int) -> Finding:
     """What the plugin takes of a GPU beside what training does, and what there is."""
-    layers = sum(model.windows.values())
+    layers = model.layers
     kept = layers * tokens * model.heads.return_bytes / shards / _GIB
     staging = block.advanced.staging_mib / 1024
     use = {

@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of the exchange between ranks, over sizes."""
+"""Times of the exchange between ranks, over sizes; and what the links between this machine's GPUs carry, measured by
+processes of its own, one for each.
+
+    python -m deepspeed_distca.profiling.link cuda
+
+is what each of these runs, started by :func:`measure_links` under torchrun.
+"""
 
 from __future__ import annotations
 
+import datetime
+import json
+import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange
+from deepspeed_distca.attention_server.exchange.process_group import PeerToPeerExchange, exchange_group
 from deepspeed_distca.profiling.measure import Stopwatch
 
 _KIB = 2**10
@@ -18,6 +29,10 @@ SIZES = tuple(64 * _KIB * 4**i for i in range(7))
 HELD_OUT = tuple(192 * _KIB * 8**i for i in range(4))
 #: How often each is sent; the first two times more are not counted.
 _REPEATS = 9
+#: Of measure_links: the smallest tells the latency, the largest the rate.
+_BYTES = {"cuda": (2**16, 2**28), "cpu": (2**16, 2**22)}
+_TIMEOUT = datetime.timedelta(seconds=120)
+_MARK = "links: "
 
 
 def sizes_for(device: torch.device, quick: bool) -> tuple[list[int], list[int]]:
@@ -91,3 +106,51 @@ def meet(group: dist.ProcessGroup | None, device: torch.device) -> None:
         torch.cuda.synchronize(device)
     else:
         dist.barrier(group)
+
+
+def measure_links(processes: int, device: str = "cuda") -> tuple[float, float]:
+    """What the links between this machine's GPUs carry: bytes a second, each way at once, and the seconds of a small
+    transfer, of the slowest of several processes that all send to one and receive from another. Starts the processes
+    and waits for them; some 20 s.
+
+    Args:
+        processes: two or more, with a GPU each unless `device` is "cpu".
+
+    Raises:
+        RuntimeError: it could not be measured; the message has the last line that they printed.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *launcher, "-m", __name__, device]
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(str(error)) from error
+    lines = done.stdout.splitlines()
+    found = next((line for line in lines if line.startswith(_MARK)), None)
+    if done.returncode or found is None:
+        errors = [line for line in lines if "Error" in line] or lines[-1:] or [f"exit status {done.returncode}"]
+        raise RuntimeError(errors[0].strip())
+    rate, latency = json.loads(found.removeprefix(_MARK))
+    return rate, latency
+
+
+def main(device_type: str) -> None:
+    """Of one process: measures, and prints on rank 0."""
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
+    world = dist.get_world_size()
+    exchange = PeerToPeerExchange(exchange_group([list(range(world))], device, _TIMEOUT))
+    sizes = _BYTES[device.type]
+    small, large = measure_link(exchange, device, sizes, partners_of(["here"] * world)[0])
+    if dist.get_rank() == 0:
+        print(_MARK + json.dumps([sizes[1] / large, small]), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -60,8 +60,8 @@ class Result:
 
     Attributes:
         fitted, held_out: errors by phase.
-        unseen: the calls held out, and what is predicted for them: seconds by phase.
-        links: errors of the exchange's times, held out, of each kind that was measured and is of use.
+        unseen: the calls held out.
+        predicted: seconds of them, by phase.
     """
 
     profile: Profile
@@ -69,7 +69,6 @@ class Result:
     held_out: dict[Phase, PredictionError]
     unseen: Measured
     predicted: dict[Phase, np.ndarray]
-    links: dict[str, PredictionError]
 
 
 def build(
@@ -107,7 +106,7 @@ def build(
     # One floor for both phases; the smaller keeps its promise in each.
     model = CostModel(heads, phases["forward"], phases["backward"], launch=min(floors.values()))
     model = replace(model, linear_rate=fitting.linear_rate)
-    link_errors, exchange = {}, {}
+    exchange = {}
     for kind, link in links.items():
         try:
             fitted_link = fit_transfer(np.array(link.sizes), np.array(link.seconds))
@@ -117,8 +116,8 @@ def build(
         terms: dict[str, Any] = dict(zip(LINKS[kind], fitted_link, strict=True))
         model = replace(model, **terms)
         predictions = model.transfer_seconds(link.held_out_sizes, between_nodes=kind == _BETWEEN)
-        link_errors[kind] = PredictionError.of(predictions, np.array(link.held_out_seconds))
-        exchange[kind] = f"measured over {link.ranks} ranks; error of sizes held out: {link_errors[kind]}"
+        off = PredictionError.of(predictions, np.array(link.held_out_seconds))
+        exchange[kind] = f"measured over {link.ranks} ranks; error of sizes held out: {off}"
     for kind in LINKS:
         exchange.setdefault(kind, f"not measured ({_TO_MEASURE[kind]}); {_DEFAULT_LINKS[kind]}")
     if moves is not None:
@@ -145,7 +144,7 @@ def build(
     for kind, link in links.items():
         pairs = zip((*link.sizes, *link.held_out_sizes), (*link.seconds, *link.held_out_seconds), strict=True)
         about[f"ms of bytes each way {kind}"] = [f"{size}: {seconds * 1e3:.4f}" for size, seconds in sorted(pairs)]
-    return Result(Profile(setting, model, about), fitted, errors, held_out, predicted, link_errors)
+    return Result(Profile(setting, model, about), fitted, errors, held_out, predicted)
 
 
 def _moving(model: CostModel, moves: Moves, phase: Phase, *, between_nodes: bool) -> MovingCost:

@@ -30,14 +30,14 @@ from deepspeed_distca.building import Sharing, attention_dtype, build_server, de
 from deepspeed_distca.compat.deepspeed import forget_trace, sequence_parallel_size
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import choose_kernel, cost_to_say, own_cost_model, said_cost_model
-from deepspeed_distca.huggingface.adapter import (
-    DecoderHooks,
+from deepspeed_distca.huggingface.adapter import DecoderHooks
+from deepspeed_distca.huggingface.contract import Contract, find_contract
+from deepspeed_distca.huggingface.decoders import (
     UnsupportedModelError,
     attention_modules,
     attention_windows,
     find_decoder,
 )
-from deepspeed_distca.huggingface.contract import Contract, find_contract
 from deepspeed_distca.huggingface.early_gradients import EarlyGradients
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.kept_layers import KeptLayers, memory_of
@@ -191,14 +191,7 @@ class Runtime:
                 "stays as it is on every rank",
                 flush=True,
             )
-        self._hooks = DecoderHooks(
-            decoder,
-            modules,
-            windows,
-            self,
-            contract=contract,
-            weight_loss=config.token_weighted_loss,
-        )
+        self._hooks = DecoderHooks(decoder, modules, self, contract=contract, weight_loss=config.token_weighted_loss)
         self._kept_layers = KeptLayers(
             0 if config.keep_attention is False else len(modules),
             replace(heads, element_size=attention_dtype(engine).itemsize).return_bytes,

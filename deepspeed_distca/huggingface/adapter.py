@@ -26,34 +26,16 @@ from transformers.utils import ModelOutput
 from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.step_plan import StepPlan
-from deepspeed_distca.huggingface.attention_function import (
-    FIRST,
-    KEPT,
-    NAME,
-    PLAN,
-    WITNESS,
-    Plan,
-    UnsupportedModelError,
-    watched_by,
-)
+from deepspeed_distca.huggingface.attention_function import FIRST, KEPT, NAME, PLAN, WITNESS
 from deepspeed_distca.huggingface.attention_names import AttentionNames
 from deepspeed_distca.huggingface.contract import Contract
-from deepspeed_distca.huggingface.decoders import attention_modules, attention_windows, find_decoder
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_windows, takes
 from deepspeed_distca.huggingface.first_forward import FirstForward
 from deepspeed_distca.huggingface.front_door import DESCRIPTION, Admitted, Limits, admit, names_documents
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.probe import borders
 from deepspeed_distca.huggingface.row_rope import RowRope
 from deepspeed_distca.layout import Layout
-
-__all__ = [
-    "DecoderHooks",
-    "Planner",
-    "UnsupportedModelError",
-    "attention_modules",
-    "attention_windows",
-    "find_decoder",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -95,18 +77,23 @@ class _Forward:
     """A planned forward under way.
 
     Attributes:
-        request: for its plan, in training.
+        plan: in training a request for it.
         nothing: it has no real token, so it may have no part in any loss.
         weight: own targets and the divisor by which a loss that is a mean over them is scaled afterwards.
-        watched: who looks on, in a model's first one.
+        witness: who looks on, in a model's first one.
         kept: of its attention, for recomputation.
     """
 
-    request: PlanRequest | None = None
-    nothing: bool = False
+    plan: StepPlan | PlanRequest
+    nothing: bool
     weight: tuple[int, torch.Tensor] | None = None
-    watched: watched_by | None = None
+    witness: FirstForward | None = None
     kept: KeptAttention | None = None
+
+    @property
+    def request(self) -> PlanRequest | None:
+        """For its plan, in training."""
+        return self.plan if isinstance(self.plan, PlanRequest) else None
 
 
 class DecoderHooks:
@@ -118,7 +105,6 @@ class DecoderHooks:
     Args:
         model: the decoder.
         modules: its attention modules.
-        windows: their windows.
         planner: makes the plans.
         contract: how the model reads its arguments.
         weight_loss: divide the model's summed loss by the divisor that comes with a plan, unless the caller gave
@@ -129,21 +115,18 @@ class DecoderHooks:
         self,
         model: PreTrainedModel,
         modules: list[nn.Module],
-        windows: list[int | None],
         planner: Planner,
         *,
         contract: Contract,
         weight_loss: bool,
     ) -> None:
         self._model, self._modules, self._planner, self._weight_loss = model, modules, planner, weight_loss
-        self._windows = dict(zip(modules, windows, strict=True))
+        self._windows = dict(zip(modules, attention_windows(modules), strict=True))
         self._own_configuration()
         self._names = AttentionNames(modules)
         self._contract, self._limits = contract, _limits(model)
         self._rope = RowRope(model)
         self._signature = inspect.signature(model.forward)
-        parameters = self._signature.parameters
-        self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._running: _Forward | None = None
         self._entered = False  # whether the hook before a forward was called
         self._checked = False
@@ -183,47 +166,47 @@ class DecoderHooks:
         self._entered = True
         self._end()  # of a forward that failed where its hook was not called
         kwargs = {**self._bind(args), **kwargs}
-        training = model.training and torch.is_grad_enabled()
         device = next(model.parameters()).device
-        found = self._training(kwargs, device) if training else self._evaluation(kwargs, device)
-        if found is None:
-            kwargs = {key: value for key, value in kwargs.items() if key not in DESCRIPTION}
+        if model.training and torch.is_grad_enabled():
+            kwargs = self._training(kwargs, device)
+        elif _is_packed(kwargs):
+            kwargs = self._evaluation(kwargs)
         else:
-            running, plan, admitted, kwargs = found
-            self._start(model, running, plan, admitted, kwargs)
+            kwargs = {key: value for key, value in kwargs.items() if key not in DESCRIPTION}
         kwargs = {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in kwargs.items()}
         return (), kwargs
 
     def _is_watched(self, kwargs: Mapping[str, Any]) -> bool:
         return not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)
 
-    def _start(
-        self, model: nn.Module, running: _Forward, plan: Plan, admitted: Admitted, kwargs: dict[str, Any]
-    ) -> None:
-        """Switches the model to its plan; adds to the arguments what travels to its layers."""
+    def _start(self, running: _Forward, admitted: Admitted, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Switches the model to its plan; what it is called with."""
+        self._running = running
         looked_at = self._is_watched(kwargs)
         self._names.use(FIRST if looked_at else NAME)
         if self._rope.rules:
             self._rope.begin(admitted.lengths)
-        if running.request is not None:
-            self._names.expect(plan)
+        summed = self._contract.weighting == "num_items_in_batch" and kwargs.get("labels") is not None
+        if running.nothing and summed and kwargs.get("num_items_in_batch") is None:
+            kwargs["num_items_in_batch"] = torch.ones(())  # a mean over no targets would be no number
         for key in _KERNEL_ARGUMENTS:
             kwargs.pop(key, None)
         if self._contract.rows == "told" and len(admitted.pieces[0]) > admitted.shape[0]:
             kwargs |= borders(admitted.pieces[0], admitted.shape)
         kwargs["use_cache"] = False
-        if not self._takes_all:
+        for key in _OPTIONAL:
             # Of what batches carry and the plugin adds, a model gets what it has a parameter for.
-            for key in _OPTIONAL - self._signature.parameters.keys():
+            if not takes(self._signature, key):
                 kwargs.pop(key, None)
-        kwargs[PLAN] = plan
+        kwargs[PLAN] = plan = running.plan
         if isinstance(plan, PlanRequest):
+            self._names.expect(plan)
             kwargs[KEPT] = running.kept = KeptAttention(lambda: plan.kept_layers)
         if looked_at:
-            witness = FirstForward(model, self._windows, kwargs.get("position_ids"))
-            kwargs[WITNESS] = witness
-            running.watched = watched_by(witness)
-            running.watched.start()
+            running.witness = FirstForward(self._model, self._windows, kwargs.get("position_ids"))
+            running.witness.start()
+            kwargs[WITNESS] = running.witness
+        return kwargs
 
     def _admitted(self, kwargs: dict[str, Any]) -> Admitted | Exception:
         try:
@@ -240,9 +223,7 @@ class DecoderHooks:
         except Exception as error:  # whatever it is, all ranks must know
             return error
 
-    def _training(
-        self, kwargs: dict[str, Any], device: torch.device
-    ) -> tuple[_Forward, Plan, Admitted, dict[str, Any]]:
+    def _training(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
         admitted = self._admitted(kwargs)
         self._compared += 1
         if isinstance(admitted, Exception):
@@ -251,33 +232,19 @@ class DecoderHooks:
         # A forward that is watched runs whole.
         micro_batch = replace(admitted.micro_batch, in_two=not self._is_watched(kwargs))
         plan = self._planner.request(micro_batch, device)
-        arguments = admitted.arguments
-        running = self._running = _Forward(plan, nothing=admitted.nothing)
+        running, arguments = _Forward(plan, admitted.nothing), admitted.arguments
         weighing = self._weight_loss and arguments.get("labels") is not None
         if weighing and arguments.get("num_items_in_batch") is None:
             if self._contract.weighting == "num_items_in_batch":
                 arguments["num_items_in_batch"] = plan.divisor
             elif self._contract.weighting == "mean":
                 running.weight = admitted.micro_batch.targets, plan.divisor
-        return running, plan, admitted, self._countable(arguments, admitted)
+        return self._start(running, admitted, arguments)
 
-    def _evaluation(
-        self, kwargs: dict[str, Any], device: torch.device
-    ) -> tuple[_Forward, Plan, Admitted, dict[str, Any]] | None:
-        cached = kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None
-        if cached or kwargs.get("output_attentions") or not names_documents(kwargs):
-            return None
+    def _evaluation(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         admitted = admit(kwargs, self._contract, self._limits, place=self._planner.place, count=False, say=self._say)
         plan = self._planner.plan_alone(admitted.micro_batch.layout)
-        running = self._running = _Forward(nothing=admitted.nothing)
-        return running, plan, admitted, self._countable(admitted.arguments, admitted)
-
-    def _countable(self, arguments: dict[str, Any], admitted: Admitted) -> dict[str, Any]:
-        """Where there is no real token a loss has no targets, and its mean over them would be no number."""
-        summed = self._contract.weighting == "num_items_in_batch" and arguments.get("labels") is not None
-        if not admitted.nothing or not summed or arguments.get("num_items_in_batch") is not None:
-            return arguments
-        return {**arguments, "num_items_in_batch": torch.ones(())}
+        return self._start(_Forward(plan, admitted.nothing), admitted, admitted.arguments)
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Called after every forward, with None for an output when it failed."""
@@ -296,9 +263,9 @@ class DecoderHooks:
             if running.request is not None:
                 self._planner.failed(_current_error())
             return None
-        if running.watched is not None:
+        if running.witness is not None:
             try:
-                running.watched.witness.finish()
+                running.witness.finish()
             except UnsupportedModelError as error:
                 if running.request is not None:
                     self._planner.failed(error)
@@ -320,8 +287,8 @@ class DecoderHooks:
         self._names.restore()
         self._rope.end()
         running, self._running = self._running, None
-        if running is not None and running.watched is not None:
-            running.watched.stop()
+        if running is not None and running.witness is not None:
+            running.witness.stop()
         return running
 
     def _say(self, message: str) -> None:
@@ -346,6 +313,12 @@ class DecoderHooks:
                 f"attention_mask {shape}: only a padding mask [batch, tokens] is supported; describe packed documents "
                 "by position_ids or a layout instead"
             )
+
+
+def _is_packed(kwargs: Mapping[str, Any]) -> bool:
+    """Whether evaluation is to go by a plan; anything else goes the model's own way."""
+    cached = kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None
+    return not cached and not kwargs.get("output_attentions") and names_documents(kwargs)
 
 
 def _current_error() -> Exception:

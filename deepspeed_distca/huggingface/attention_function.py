@@ -9,7 +9,7 @@ forward and does have one, which builds no mask either but looks at the rule tha
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from deepspeed_distca.attention_server.nano_batches import HalfPlan
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError
+from deepspeed_distca.huggingface.first_forward import FirstForward
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 
 NAME = "distca"
@@ -29,28 +31,8 @@ PLAN = "distca_plan"
 KEPT = "distca_kept"
 WITNESS = "distca_witness"
 
-
-class UnsupportedModelError(ValueError):
-    """A model, or an argument of its forward, whose attention the plugin cannot honour exactly."""
-
-
 #: What a layer may get as its plan: of a whole micro-batch, made or asked for, or of a half of one.
 Plan = StepPlan | PlanRequest | HalfPlan
-
-
-class Witness(Protocol):
-    """Who watches the first planned forward: see ``first_forward.FirstForward``."""
-
-    def attention_call(self, module: nn.Module, window: int | None, mask: torch.Tensor | None) -> bool:
-        """An attention module asks for core attention; true if the mask only stands for the plan's own rule."""
-
-    def mask_rule(
-        self, mask_function: Any, q_length: int, kv_length: int, device: Any = None, **arguments: Any
-    ) -> torch.Tensor:
-        """transformers would build a mask from these arguments; what the layers get in its place."""
-
-    def finish(self) -> None:
-        """After the forward. Raises UnsupportedModelError where it was not as it should be."""
 
 
 def distca_attention(
@@ -83,7 +65,7 @@ def distca_attention(
     """
     plan: Plan | None = kwargs.get(PLAN)
     name = type(module).__name__
-    if plan is None and _watching:
+    if plan is None and FirstForward.under_way:
         raise UnsupportedModelError(
             f"{name}: the decoder layer around it does not pass keyword arguments on, which carry the plan. "
             "Set `distca.enabled` to false for this model"
@@ -93,7 +75,7 @@ def distca_attention(
             f'{name}: attention "{NAME}" was called without a plan. It works inside a model given to '
             "deepspeed.initialize with a `distca` block; elsewhere choose another attn_implementation"
         )
-    witness: Witness | None = kwargs.get(WITNESS)
+    witness: FirstForward | None = kwargs.get(WITNESS)
     if witness is not None and witness.attention_call(module, sliding_window, attention_mask):
         attention_mask = None
     if attention_mask is not None:
@@ -137,28 +119,10 @@ def distca_attention(
     return out.unflatten(0, (batch, tokens)), None
 
 
-#: The witness that the mask function talks to. transformers gives it no keyword arguments of forward, so the hooks put
-#: it here for the length of one forward; at any other time it is None.
-_watching: list[Witness] = []
-
-
-class watched_by:
-    """While a model's first planned forward runs, what its masks are made from is told to a witness."""
-
-    def __init__(self, witness: Witness) -> None:
-        self.witness = witness
-
-    def start(self) -> None:
-        _watching.append(self.witness)
-
-    def stop(self) -> None:
-        if self.witness in _watching:
-            _watching.remove(self.witness)
-
-
 def _no_mask(**arguments: Any) -> torch.Tensor | None:
     """The mask function of "distca_first": no mask, but the witness learns the rule."""
-    return _watching[-1].mask_rule(**arguments) if _watching else None
+    witnesses = FirstForward.under_way
+    return witnesses[-1].mask_rule(**arguments) if witnesses else None
 
 
 for _name in (NAME, FIRST):

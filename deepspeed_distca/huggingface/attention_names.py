@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from deepspeed_distca.compat.transformers import attention_name, set_attention_name
-from deepspeed_distca.huggingface.attention_function import FIRST, NAME, PLAN, UnsupportedModelError
+from deepspeed_distca.huggingface.attention_function import FIRST, NAME, PLAN
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError
 from deepspeed_distca.layout import Layout
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
-from deepspeed_distca.huggingface.decoders import other_mixing
+from deepspeed_distca.huggingface.decoders import DISABLE, UnsupportedModelError, other_mixing
 from deepspeed_distca.huggingface.probe import Fault, Probe, Rows, Targets, Weighting
 from deepspeed_distca.huggingface.row_rope import longest_document, row_rules, takes_axes
 from deepspeed_distca.huggingface.tiny_forwards import TinyForwards
@@ -101,7 +100,7 @@ def find_contract(
     except UnsupportedModelError:
         raise
     except Fault as fault:
-        raise UnsupportedModelError(f"{name}: {fault}. Set `distca.enabled` to false for this model") from None
+        raise UnsupportedModelError(f"{name}: {fault}. {DISABLE}") from None
     except Exception as error:
         raise UnsupportedModelError(
             f"{name} failed when it was tried on tiny documents: {type(error).__name__}: {error}. Set "

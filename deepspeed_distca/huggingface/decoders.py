@@ -7,6 +7,7 @@ while it runs is caught in the first forward (see ``first_forward``).
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,15 +16,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deepspeed_distca.compat.transformers import can_choose_attention, has_recurrent_state
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
 
-_DISABLE = "Set `distca.enabled` to false for this model"
+#: What to do with a model that is refused.
+DISABLE = "Set `distca.enabled` to false for this model"
 #: Kinds of layers, as configurations name them, whose mixing of tokens is all core attention.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 #: Kinds that a trial on a few tokens can judge: layers without attention, convolutions, recurrent states. Whatever
 #: selects or compresses keys may take all of them in a short row.
 _TRIED_LAYERS = {*_ATTENTION_LAYERS, "linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+class UnsupportedModelError(ValueError):
+    """A model, or an argument of its forward, whose attention the plugin cannot honour exactly."""
 
 
 def find_decoder(model: nn.Module) -> PreTrainedModel:
@@ -36,7 +41,7 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     if found is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} holds no HuggingFace model; the `distca` block needs one whose attention goes "
-            "through transformers' attention interface. Set `distca.enabled` to false for this model"
+            f"through transformers' attention interface. {DISABLE}"
         )
     return found
 
@@ -51,23 +56,23 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     found = [m for m in model.modules() if _is_attention(m)]
     config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False) or model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only causal decoders are supported. {_DISABLE}")
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only causal decoders are supported. {DISABLE}")
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
-        raise UnsupportedModelError(f"{name} is configured for bidirectional attention. {_DISABLE}")
+        raise UnsupportedModelError(f"{name} is configured for bidirectional attention. {DISABLE}")
     if getattr(config, "attention_chunk_size", None):
         raise UnsupportedModelError(
-            f"{name} uses chunked attention, which only its mask conveys; it is not supported. {_DISABLE}"
+            f"{name} uses chunked attention, which only its mask conveys; it is not supported. {DISABLE}"
         )
     selecting = _selects_keys(config)
     if selecting:
         raise UnsupportedModelError(
             f"{name} mixes tokens by {selecting} beside attention, which knows nothing of documents and of other "
-            f"ranks. {_DISABLE}"
+            f"ranks. {DISABLE}"
         )
     if not found or not can_choose_attention(model):
         raise UnsupportedModelError(
             f"{name} does not go through transformers' attention interface, so its core attention cannot be "
-            f"dispatched. {_DISABLE}"
+            f"dispatched. {DISABLE}"
         )
     if getattr(config, "layerdrop", 0.0):
         raise UnsupportedModelError(
@@ -111,6 +116,12 @@ def layers_and_parts(base: nn.Module, modules: Sequence[nn.Module]) -> list[nn.M
                     parts = (m for m in layer.children() if any(True for _ in m.parameters()))
                     found.update(dict.fromkeys([*parts, layer]))
     return list(found)
+
+
+def takes(signature: inspect.Signature, argument: str) -> bool:
+    """Whether a forward with that signature can be given a keyword argument."""
+    parameters = signature.parameters
+    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def attention_windows(modules: list[nn.Module]) -> list[int | None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError
 
 
 class EarlyGradients:

@@ -9,14 +9,13 @@ compared with the plan, once, and the model is refused by name where they differ
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
+from deepspeed_distca.huggingface.decoders import DISABLE, UnsupportedModelError
 
-_DISABLE = "Set `distca.enabled` to false for this model"
 # Query rows at which a mask's rule is looked at, the row's last among them.
 _ROWS = 16
 
@@ -36,13 +35,19 @@ class _Rule(NamedTuple):
 
 
 class FirstForward:
-    """The witness of one forward.
+    """The witness of one forward, between :meth:`start` and :meth:`stop`.
 
     Args:
         model: the decoder.
         windows: by attention module, the window it was planned with.
         position_ids: [batch, tokens] or [1, tokens], as forward got them; None: rows are documents.
+
+    Attributes:
+        under_way: witnesses of forwards that run, the innermost last. The mask function looks here for its own, since
+            transformers gives it no keyword arguments of forward.
     """
+
+    under_way: ClassVar[list[FirstForward]] = []
 
     def __init__(
         self, model: nn.Module, windows: dict[nn.Module, int | None], position_ids: torch.Tensor | None
@@ -50,6 +55,14 @@ class FirstForward:
         self._name, self._windows, self._position_ids = type(model).__name__, windows, position_ids
         self._rules: list[_Rule] = []
         self._calls: list[nn.Module] = []
+
+    def start(self) -> None:
+        """The forward begins."""
+        self.under_way.append(self)
+
+    def stop(self) -> None:
+        """It ended, or failed."""
+        self.under_way.remove(self)
 
     def attention_call(self, module: nn.Module, window: int | None, mask: torch.Tensor | None) -> bool:
         """Counts an attention module's call, and checks its window and the rule of its mask.
@@ -65,7 +78,7 @@ class FirstForward:
         kind = f"{self._name}: {type(module).__name__}"
         if planned != window:
             raise UnsupportedModelError(
-                f"{kind} asks for a window of {window} keys where its configuration says {planned}. {_DISABLE}"
+                f"{kind} asks for a window of {window} keys where its configuration says {planned}. {DISABLE}"
             )
         if mask is None:
             return False
@@ -76,12 +89,12 @@ class FirstForward:
         if (rule.window or None) != (window or None):
             raise UnsupportedModelError(
                 f"{kind} masks by a window of {rule.window} keys, but its attention call conveys {window}; what only "
-                f"a mask conveys cannot be honoured. {_DISABLE}"
+                f"a mask conveys cannot be honoured. {DISABLE}"
             )
         if not rule.causal:
             raise UnsupportedModelError(
                 f"{kind} masks by a rule that is not causal attention inside documents; only that can be honoured. "
-                f"{_DISABLE}"
+                f"{DISABLE}"
             )
         return True
 
@@ -121,5 +134,5 @@ class FirstForward:
             kinds = sorted({type(m).__name__ for m in self._windows})
             raise UnsupportedModelError(
                 f"{self._name}: {calls} attention calls were dispatched, but there are {modules} attention modules "
-                f"({', '.join(kinds)}); some go another way, so the plan would be wrong. {_DISABLE} and report it"
+                f"({', '.join(kinds)}); some go another way, so the plan would be wrong. {DISABLE} and report it"
             )

@@ -24,9 +24,9 @@ from transformers.utils import ModelOutput
 from deepspeed_distca.attention_server.nano_batches import REENTRANT, NanoPair
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.step_plan import StepPlan
-from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS, UnsupportedModelError
+from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS
 from deepspeed_distca.huggingface.contract import Contract
-from deepspeed_distca.huggingface.decoders import base_of
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError, base_of, takes
 from deepspeed_distca.huggingface.row_rope import row_rules
 from deepspeed_distca.huggingface.turns import Turns
 
@@ -79,9 +79,6 @@ class PingPong:
         self._own_forward = self.base.__dict__.get("forward")  # of a model that somebody else has patched
         self._forward: Callable[..., Any] = self.base.forward
         self._signature = inspect.signature(self._forward)
-        self._takes_positions = "position_ids" in self._signature.parameters or any(
-            p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values()
-        )
 
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if model is self.base:
@@ -181,7 +178,7 @@ class PingPong:
         batch, tokens = rows.shape[:2]
         if kwargs.get("position_ids") is None:
             # Without them the second half would count from 0.
-            if not self._takes_positions:
+            if not takes(self._signature, "position_ids"):
                 raise UnsupportedModelError(f"{self._name} takes no position_ids. {_OTHERWISE}")
             kwargs = {**kwargs, "position_ids": torch.arange(tokens, device=rows.device)[None]}
         halves: tuple[dict, dict] = ({}, {})

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from deepspeed_distca.compat.torch import copy_on_host
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError
 
 _POSITIONS = "position_ids"
 #: Beyond every length that models are made for, and still a whole number in fp32.

@@ -17,15 +17,15 @@ from transformers import PreTrainedModel
 
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
-from deepspeed_distca.huggingface.attention_function import (
-    FIRST,
-    PLAN,
-    WITNESS,
-    UnsupportedModelError,
-    watched_by,
-)
+from deepspeed_distca.huggingface.attention_function import FIRST, PLAN, WITNESS
 from deepspeed_distca.huggingface.attention_names import AttentionNames
-from deepspeed_distca.huggingface.decoders import attention_windows, base_of, layers_and_parts
+from deepspeed_distca.huggingface.decoders import (
+    UnsupportedModelError,
+    attention_windows,
+    base_of,
+    layers_and_parts,
+    takes,
+)
 from deepspeed_distca.huggingface.first_forward import FirstForward
 from deepspeed_distca.huggingface.untouched import untouched
 
@@ -109,8 +109,7 @@ class TinyForwards:
 
     def takes(self, argument: str) -> bool:
         """Whether the decoder's forward can be given an argument."""
-        parameters = self._signature.parameters
-        return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return takes(self._signature, argument)
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -166,13 +165,12 @@ class TinyForwards:
             given["position_ids"] = self.tensor(counted, batch)
         witness = FirstForward(self._decoder, self._windows, given.get("position_ids"))
         seen = Seen(ids, lengths, batch, {PLAN: plan, WITNESS: witness, **given}, like, plan.attention)
-        watching = watched_by(witness)
         self._names.use(FIRST)
-        watching.start()
+        witness.start()
         try:
             self._call(seen, training)
         finally:
-            watching.stop()
+            witness.stop()
             self._names.restore()
         witness.finish()
         return seen

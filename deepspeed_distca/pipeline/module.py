@@ -14,8 +14,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
-from deepspeed_distca.huggingface.decoders import attention_modules, attention_windows
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_modules, attention_windows
 from deepspeed_distca.pipeline.layers import (
     DecoderLayer,
     Embedding,

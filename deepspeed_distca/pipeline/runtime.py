@@ -37,7 +37,8 @@ from deepspeed_distca.compat.deepspeed import (
 from deepspeed_distca.compat.transformers import attention_name, set_attention_name
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
-from deepspeed_distca.huggingface.attention_function import FIRST, NAME, UnsupportedModelError
+from deepspeed_distca.huggingface.attention_function import FIRST, NAME
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.monitor import events
 from deepspeed_distca.pipeline.batches import describe, from_message, merge, pipeline_batch, to_message

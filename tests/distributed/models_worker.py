@@ -21,7 +21,7 @@ from torch import nn
 from deepspeed_distca import Layout, LayoutError
 from deepspeed_distca.attention_server.coordination.agreement import AgreementError
 from deepspeed_distca.data.from_layout import batch_from_layout
-from deepspeed_distca.huggingface.adapter import UnsupportedModelError, attention_modules, attention_windows
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_modules, attention_windows
 from tests.distributed import model_families
 from tests.distributed.engine_worker import ds_config, reference
 

@@ -19,7 +19,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from deepspeed_distca import Layout, PackedSequenceCollator
 from deepspeed_distca.attention_server.coordination.agreement import AgreementError
 from deepspeed_distca.data.from_layout import batch_from_layout
-from deepspeed_distca.huggingface.adapter import UnsupportedModelError
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError
 from deepspeed_distca.report import write_run
 from tests.distributed import model_families
 from tests.distributed.engine_worker import documents_of, ds_config, reference, tiny_llama

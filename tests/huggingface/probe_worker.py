@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
 from deepspeed_distca.huggingface.contract import find_contract
-from deepspeed_distca.huggingface.decoders import attention_modules
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_modules
 from tests.distributed.engine_worker import ds_config
 from tests.distributed.model_families import build
 from tests.huggingface.faulty_models import in_a_layer, llama

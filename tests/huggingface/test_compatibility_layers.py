@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from deepspeed_distca.huggingface.adapter import UnsupportedModelError, find_decoder
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError, find_decoder
 from tests.distributed.harness import ROOT, free_port, run_program, run_ranks
 from tests.huggingface.test_compatibility_deepspeed import check
 

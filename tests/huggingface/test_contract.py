@@ -33,9 +33,8 @@ from transformers import (
     RobertaForCausalLM,
 )
 
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
 from deepspeed_distca.huggingface.contract import Contract, find_contract
-from deepspeed_distca.huggingface.decoders import attention_modules
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_modules
 from deepspeed_distca.huggingface.ping_pong import PingPong
 from tests.distributed.harness import run_ranks
 from tests.distributed.model_families import build

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import masking_utils
 
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError
 from deepspeed_distca.huggingface.first_forward import FirstForward
 
 POSITIONS = torch.cat([torch.arange(13), torch.arange(20), torch.arange(7)])[None]

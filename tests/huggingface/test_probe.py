@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
 from deepspeed_distca.huggingface.attention_names import AttentionNames
 from deepspeed_distca.huggingface.contract import Contract, find_contract
-from deepspeed_distca.huggingface.decoders import attention_modules
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_modules
 from tests.huggingface.faulty_models import FAULTS, FINE_ALONE, SIZES, in_a_layer, llama
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from transformers import (
     Phi3ForCausalLM,
 )
 
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
 from deepspeed_distca.huggingface.contract import Contract
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError
 from deepspeed_distca.huggingface.ping_pong import PingPong
 from deepspeed_distca.huggingface.row_rope import RowRope, longest_document, row_rules, takes_axes
 from tests.distributed.model_families import build

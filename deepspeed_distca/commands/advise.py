@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 
 from deepspeed_distca.commands.shared import documents_arguments, one_line, positive_int, read_documents, write_html
 from deepspeed_distca.simulator.advise import advise
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         (first,) = micro_batches(lengths, ranks, tokens, 1, seed)
         write_html(arguments.html, advise_page(advice, training, first))
     if arguments.json:
-        print(json.dumps(advice.to_dict()))
+        print(json.dumps(asdict(advice)))
         return 0
     print(f"model: {training.model.name}; cost model {source}")
     print(advice)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,10 +59,6 @@ class Advice:
     why: str
     note: str
     block: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
     def rows(self) -> list[tuple[str, list[str]]]:
         """Of a table: what, and its median, tenth and ninetieth percentile."""

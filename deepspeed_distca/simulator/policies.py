@@ -8,8 +8,9 @@ micro-batches, as a run does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -69,15 +70,28 @@ def outcomes(
     """
     ranks, tokens, heads = batches[0].num_ranks, int(batches[0].tokens.max()), training.model.heads.query
     degrees = degrees_of(ranks, tokens, context)
+    lie, dealt = partial(in_order, batches), partial(by_work, training, batches)
 
-    def best(name: str, kind: Kind, degrees: list[int]) -> list[Outcome]:
-        return best_degree(training, batches, name, kind, degrees, hidden=hidden)
+    def best(
+        name: str, divided: Callable[[int], list[Groups] | None], degrees: list[int], *, ulysses: bool = False
+    ) -> list[Outcome]:
+        """Of a policy that shares documents within groups, with the number of ranks that is best; none where there is
+        none."""
+        found = []
+        for degree in degrees:
+            made = [
+                (shared(training, groups, degree, ulysses=ulysses, hidden=hidden), _most(groups, degree))
+                for groups in divided(degree) or ()
+            ]
+            if made:
+                found.append(outcome(training, name, degree, made, ranks))
+        return sorted(found, key=lambda one: one.seconds)[:1]
 
     return [
-        *best(PLAIN, in_order, degrees[:1]),
-        *best(DEALT, by_work, degrees),
-        *best("context parallel", in_order, degrees),
-        *best("Ulysses", by_heads, [d for d in degrees if d > 1 and heads % d == 0]),
+        *best(PLAIN, lie, degrees[:1]),
+        *best(DEALT, dealt, degrees),
+        *best("context parallel", lie, degrees),
+        *best("Ulysses", lie, [d for d in degrees if d > 1 and heads % d == 0], ulysses=True),
         _ours(training, OURS, batches),
         *([placed_step(training, batches)] if placed else []),
         outcome(
@@ -95,46 +109,6 @@ def degrees_of(ranks: int, tokens: int, context: int) -> list[int]:
     """How many ranks may share documents: so many that they hold whole contexts."""
     least = max(1, context // tokens)
     return [d for d in range(least, ranks + 1) if ranks % d == 0 and d % least == 0]
-
-
-def best_degree(
-    training: Training,
-    batches: Sequence[Layout],
-    name: str,
-    kind: Kind,
-    degrees: Sequence[int],
-    *,
-    hidden: bool = False,
-    room: float = ROOM,
-) -> list[Outcome]:
-    """A policy that shares documents within groups, with the number of ranks that is best; none where there is none.
-
-    Args:
-        hidden: see :func:`outcomes`.
-        room: the most tokens of a rank, of the mean, where documents are dealt by work.
-    """
-    ranks, tokens = batches[0].num_ranks, int(batches[0].tokens.max())
-    documents = [lengths_of(batch) for batch in batches]
-    cap = int(room * tokens) if kind is by_work else tokens
-
-    def made(degree: int) -> Made | None:
-        if kind is by_work and training.stages > 1:  # over all micro-batches of a step, those of like work together
-            lengths = np.concatenate([lengths for lengths, _ in documents])
-            every = by_work(training, lengths, lengths, ranks * len(batches), cap, degree)
-            grouped = [every and every[i * ranks // degree : (i + 1) * ranks // degree] for i in range(len(batches))]
-        else:
-            grouped = [kind(training, lengths, first, ranks, cap, degree) for lengths, first in documents]
-        if any(groups is None for groups in grouped):
-            return None
-        return [
-            (shared(training, groups, degree, ulysses=kind is by_heads, hidden=hidden), _most(groups, degree))
-            for groups in grouped
-            if groups is not None
-        ]
-
-    tried = [(degree, made(degree)) for degree in degrees]
-    found = [outcome(training, name, degree, loads, ranks) for degree, loads in tried if loads is not None]
-    return sorted(found, key=lambda one: one.seconds)[:1]
 
 
 def _ours(training: Training, name: str, batches: Sequence[Layout]) -> Outcome:
@@ -169,9 +143,8 @@ def _placed(training: Training, batch: Layout) -> Layout:
 
 # -- groups of documents ----------------------------------------------------------------------------------------------
 
+#: Lengths of the documents of each.
 Groups = list[np.ndarray]
-#: (training, lengths of documents, the rank of each's first token, ranks, most tokens of a rank, degree) to groups.
-Kind = Callable[[Training, np.ndarray, np.ndarray, int, int, int], Groups | None]
 
 
 def lengths_of(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
@@ -181,47 +154,50 @@ def lengths_of(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     return lengths, layout.segments[first, RANK]
 
 
-def in_order(
-    training: Training, lengths: np.ndarray, first: np.ndarray, ranks: int, tokens: int, degree: int
-) -> Groups:
-    """Groups of ranks that follow on each other have the documents that lie there."""
-    return np.split(lengths, np.searchsorted(first // degree, np.arange(1, ranks // degree)))
+def in_order(batches: Sequence[Layout], degree: int) -> list[Groups]:
+    """Groups of so many ranks that follow on each other have the documents that lie there."""
+    found = []
+    for batch in batches:
+        lengths, first = lengths_of(batch)
+        found.append(np.split(lengths, np.searchsorted(first // degree, np.arange(1, batch.num_ranks // degree))))
+    return found
 
 
-def by_heads(
-    training: Training, lengths: np.ndarray, first: np.ndarray, ranks: int, tokens: int, degree: int
-) -> Groups:
-    """The same, for ranks that share documents by heads."""
-    return in_order(training, lengths, first, ranks, tokens, degree)
+def by_work(training: Training, batches: Sequence[Layout], degree: int) -> list[Groups] | None:
+    """Documents whole, by work, to groups of so many ranks; None where a document finds no room. Over a pipeline those
+    of all micro-batches of a step, so that micro-batches have groups of like work."""
+    documents, groups = [lengths_of(batch)[0] for batch in batches], batches[0].num_ranks // degree
+    room = int(ROOM * int(batches[0].tokens.max())) * degree
+    if training.stages > 1:
+        every = _dealt(training, np.concatenate(documents), groups * len(batches), room, degree)
+        return every and [every[i : i + groups] for i in range(0, len(every), groups)]
+    found = [_dealt(training, lengths, groups, room, degree) for lengths in documents]
+    whole = [dealt for dealt in found if dealt is not None]
+    return whole if len(whole) == len(found) else None
 
 
-def by_work(
-    training: Training, lengths: np.ndarray, first: np.ndarray, ranks: int, tokens: int, degree: int
-) -> Groups | None:
-    """Documents whole, the one with the most work next, to the group with the least that has room, those of the most
-    work first; None where a document finds none."""
-    groups, cap = ranks // degree, tokens * degree
+def _dealt(training: Training, lengths: np.ndarray, groups: int, room: int, degree: int) -> Groups | None:
+    """The document with the most work next, to the group with the least that has room, groups of the most work
+    first."""
     linear = sum(training.linear(phase) for phase in PHASES) * lengths / degree
-    attention = sum(attended(training, lengths, phase, window, degree) for phase, window in _layers(training))
+    attention = sum(
+        attended(training, lengths, phase, window, degree) for window, phase in product(training.model.windows, PHASES)
+    )
     work = linear * len(training.model.windows) + attention
     load, held = np.zeros(groups), np.zeros(groups, dtype=np.int64)
     found: list[list[int]] = [[] for _ in range(groups)]
     for document in np.argsort(-work, kind="stable").tolist():
         length = int(lengths[document])
         group = int(load.argmin())
-        if held[group] + length > cap:
-            room = held + length <= cap
-            if not room.any():
+        if held[group] + length > room:
+            fits = held + length <= room
+            if not fits.any():
                 return None
-            group = int(np.where(room, load, np.inf).argmin())
+            group = int(np.where(fits, load, np.inf).argmin())
         found[group].append(length)
         load[group] += work[document]
         held[group] += length
     return [np.array(found[group], dtype=np.int64) for group in np.argsort(-load, kind="stable")]
-
-
-def _layers(training: Training) -> Iterator[tuple[Phase, int | None]]:
-    return ((phase, window) for window, phase in product(training.model.windows, PHASES))
 
 
 def _most(groups: Groups, degree: int) -> int:

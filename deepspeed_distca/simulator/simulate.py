@@ -53,14 +53,9 @@ class Simulated:
     def __getitem__(self, name: str) -> Outcome:
         return next(one for one in self.outcomes if one.name == name)
 
-    @property
-    def overlap(self) -> str:
-        """Of the plugin's step."""
-        return self.training.overlap
-
     def name(self, policy: str) -> str:
         """A policy's name to show; the plugin's with its overlap."""
-        return f"{policy}, {self.overlap}" if policy in (OURS, PLACED) else policy
+        return f"{policy}, {self.training.overlap}" if policy in (OURS, PLACED) else policy
 
     def rate(self, one: Outcome) -> float:
         """Tokens a second and GPU."""
@@ -90,7 +85,7 @@ class Simulated:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         about = {key: getattr(self, key) for key in ("ranks", "tokens", "context", "micro_batches", "documents")}
-        about |= {"model": self.training.model.name, "overlap": self.overlap}
+        about |= {"model": self.training.model.name, "overlap": self.training.overlap}
         return {**about, "policies": self.rows(), "limits": self.limits()}
 
     def limits(self) -> str:

@@ -61,10 +61,9 @@ def test_contexts_are_cut_and_laid_out(context: int) -> None:
 
 def test_a_group_of_one_rank_is_plain() -> None:
     (layout,) = batches(1)
-    lengths, first = policies.lengths_of(layout)
+    (groups,) = policies.in_order([layout], 1)
     for checkpointing in (False, True):
         setting = training(checkpointing=checkpointing)
-        groups = policies.in_order(setting, lengths, first, RANKS, TOKENS, 1)
         ours, own = shared(setting, groups, 1), plain(setting, layout)
         for key, load in own.items():
             np.testing.assert_allclose(ours[key].attention, load.attention, rtol=1e-9)
@@ -73,10 +72,9 @@ def test_a_group_of_one_rank_is_plain() -> None:
 
 def test_shared_documents_are_as_much_work() -> None:
     (layout,) = batches(1)
-    lengths, first = policies.lengths_of(layout)
     whole = plain(training(), layout)
     for degree in (2, 4, 8, 16):
-        groups = policies.in_order(training(), lengths, first, RANKS, TOKENS, degree)
+        (groups,) = policies.in_order([layout], degree)
         for ulysses in (False, True):
             loads = shared(training(), groups, degree, ulysses=ulysses)
             for key, load in loads.items():
@@ -86,7 +84,7 @@ def test_shared_documents_are_as_much_work() -> None:
                 assert load.exposed.min() > 0 and len(load.attention) == RANKS
                 assert load.linear.sum() == pytest.approx(whole[key].linear.sum())
     kv, q, out = MODEL.heads.kv_bytes, MODEL.heads.q_bytes, MODEL.heads.out_bytes
-    groups = policies.in_order(training(), lengths, first, RANKS, TOKENS, 4)
+    (groups,) = policies.in_order([layout], 4)
     assert shared(training(), groups, 4)[None, "forward"].sent[0] == TOKENS * kv * 3
     assert shared(training(), groups, 4, ulysses=True)[None, "forward"].sent[0] == TOKENS * (q + kv + out) * 3 / 4
     far, near = (shared(training(nodes), groups, 4)[None, "forward"].exposed for nodes in (8, 1))
@@ -97,13 +95,14 @@ def test_dealt_documents_stay_whole_within_the_cap() -> None:
     tokens = 8 * TOKENS
     drawn = np.random.default_rng(2).integers(1, tokens // 2, 200)
     (layout,) = micro_batches(drawn, RANKS, tokens, 1, 0)
-    lengths, first = policies.lengths_of(layout)
-    groups = policies.by_work(training(), lengths, first, RANKS, 2 * tokens, 1)
+    lengths, _ = policies.lengths_of(layout)
+    (groups,) = policies.by_work(training(), [layout], 1)
     assert sorted(np.concatenate(groups).tolist()) == sorted(lengths.tolist())
     assert tokens < max(group.sum() for group in groups) <= 2 * tokens
     dealt, own = shared(training(), groups, 1), plain(training(), layout)
     assert sum(load.seconds for load in dealt.values()) < sum(load.seconds for load in own.values())
-    assert policies.by_work(training(), np.array([3 * TOKENS]), np.array([0]), RANKS, 2 * TOKENS, 1) is None
+    (too_long,) = micro_batches(np.full(RANKS, 3 * TOKENS), RANKS, TOKENS, 1, 0, 4 * TOKENS)
+    assert policies.by_work(training(), [too_long], 1) is None
 
 
 def test_documents_as_the_loader_stores_them() -> None:

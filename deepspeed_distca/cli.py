@@ -11,7 +11,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from types import ModuleType
+from typing import Any, NoReturn
 
 _MESSAGE_LENGTH = 400
 
@@ -20,35 +21,21 @@ class UsageError(Exception):
     """The command line or its input is wrong; the message says what was given and what is allowed."""
 
 
-class Command(NamedTuple):
-    """A subcommand: what it does, and the module that has `add_arguments(parser)` and `run(arguments)`, which returns
-    the exit status. The module is imported when the command is asked for, so that none pays for, or fails by, what
-    others need."""
-
-    help: str
-    module: str
-
-
+#: What each command does.
 COMMANDS = {
-    "plan": Command("Balance the core attention of a layout.", "deepspeed_distca.commands.plan"),
-    "advise": Command(
-        "Predict from the lengths of documents what the plugin would gain, by what training plans with.",
-        "deepspeed_distca.commands.advise",
-    ),
-    "simulate": Command(
-        "Predict a training step of any number of GPUs by every way to share attention, side by side.",
-        "deepspeed_distca.commands.simulate",
-    ),
-    "doctor": Command(
-        "Look at versions, the attention kernel, a DeepSpeed config and a model: can the plugin run here?",
-        "deepspeed_distca.commands.doctor",
-    ),
-    "profile": Command(
-        "Measure the attention kernel of this device, and under torchrun the exchange between ranks, for the cost "
-        "model of training.",
-        "deepspeed_distca.commands.profile",
-    ),
+    "plan": "Balance the core attention of a layout.",
+    "advise": "Predict from the lengths of documents what the plugin would gain, by what training plans with.",
+    "simulate": "Predict a training step of any number of GPUs by every way to share attention, side by side.",
+    "doctor": "Look at versions, the attention kernel, a DeepSpeed config and a model: can the plugin run here?",
+    "profile": "Measure the attention kernel of this device, and under torchrun the exchange between ranks, for the "
+    "cost model of training.",
 }
+
+
+def module_of(command: str) -> ModuleType:
+    """The module that has `add_arguments(parser)` and `run(arguments)`, which returns the exit status. It is imported
+    when the command is asked for, so that none pays for, or fails by, what others need."""
+    return import_module(f"deepspeed_distca.commands.{command}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="ds_distca", description="Tools for core attention disaggregation.")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher `deepspeed`
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for name, command in COMMANDS.items():
-        subparsers.add_parser(name, help=command.help, description=command.help).module = command.module
+    for name, words in COMMANDS.items():
+        subparsers.add_parser(name, help=words, description=words).command = name
     try:
         arguments = parser.parse_args(argv)
-        return import_module(COMMANDS[arguments.command].module).run(arguments)
+        return module_of(arguments.command).run(arguments)
     except UsageError as error:
         message = " ".join(str(error).split())
         if len(message) > _MESSAGE_LENGTH:
@@ -70,13 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """That of a command takes its arguments from `module` when it is about to parse."""
+    """That of a command takes its arguments from the command's module when it is about to parse."""
 
-    module: str | None = None
+    command: str | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        if self.module:
-            import_module(self.module).add_arguments(self)
+        if self.command:
+            module_of(self.command).add_arguments(self)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

@@ -27,7 +27,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deepspeed_distca.attention_server.statistics import StepStatistics
-from deepspeed_distca.cli import COMMANDS
+from deepspeed_distca.cli import COMMANDS, module_of
 from deepspeed_distca.config import AdvancedConfig, DistCAConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
@@ -114,7 +114,7 @@ def public(module: str) -> str:
 def arguments(command: str) -> str:
     """A table of a command's options."""
     parser = argparse.ArgumentParser(add_help=False)
-    importlib.import_module(COMMANDS[command].module).add_arguments(parser)
+    module_of(command).add_arguments(parser)
     rows = []
     for action in parser._actions:
         value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())

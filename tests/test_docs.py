@@ -175,7 +175,7 @@ def test_commands_are_run_by_a_test(path: Path, command: str, reference):
     if known.startswith("ds_distca"):
         _, name, *options = shlex.split(command)
         parser = reference.argparse.ArgumentParser()
-        importlib.import_module(reference.COMMANDS[name].module).add_arguments(parser)
+        reference.module_of(name).add_arguments(parser)
         parser.parse_args(options)
 
 

@@ -120,17 +120,20 @@ def run(arguments: argparse.Namespace) -> int:
         "milliseconds": milliseconds,
         "training": training,
     }
+    # MiB of every server, there and back.
+    sent, received = (sum(flow.sum(axis=axis) / 2**20 for flow in flows).tolist() for axis in (1, 0))
+    rows = _rows(report, sent, received)
     if arguments.html:
         from deepspeed_distca.report.figures import Plan
         from deepspeed_distca.report.pages import plan_page
 
-        sent = sum(flow.sum() for flow in flows) / 2**20 / layout.num_ranks
         plan = Plan.of(layout, tasks, cost, phase, arguments.window)
-        write_html(arguments.html, plan_page(plan, phase, [_HEAD, *_rows(report)], sent))
+        write_html(arguments.html, plan_page(plan, phase, [_HEAD, *rows], sum(sent) / len(rows)))
     if arguments.json:
         print(json.dumps(report, default=lambda matrix: matrix.tolist()))
-    else:
-        _print(report)
+        return 0
+    moved = f"mean {sum(sent) / len(rows):.2f} MiB, worst {max(*sent, *received, 0):.2f} MiB a rank"
+    _print(report, rows, moved)
     return 0
 
 
@@ -196,14 +199,13 @@ def _read_layout(source: str) -> tuple[Layout, Heads]:
         raise UsageError(f"{where}: {error}") from error
 
 
-def _rows(report: dict[str, Any]) -> list[list[str]]:
+def _rows(report: dict[str, Any], sent: list[float], received: list[float]) -> list[list[str]]:
     """Cells of every server."""
     servers = len(report["load_after"])
     tasks, moved_in = [0] * servers, [0] * servers
     for task in report["tasks"]:
         tasks[task["server"]] += 1
         moved_in[task["server"]] += task["home"] != [task["server"]]
-    sent, received = _flows(report)
     return [
         [
             str(server),
@@ -218,19 +220,11 @@ def _rows(report: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _flows(report: dict[str, Any]) -> list[list[float]]:
-    """MiB that every server sends and receives, there and back."""
-    flows = report["bytes"], report["bytes_return"]
-    return [sum(flow.sum(axis=axis) / 2**20 for flow in flows).tolist() for axis in (1, 0)]
-
-
-def _print(report: dict[str, Any]) -> None:
+def _print(report: dict[str, Any], rows: list[list[str]], moved: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    rows = _rows(report)
     servers = len(rows)
-    sent, received = _flows(report)
     table = Table(title=f"{len(report['tasks'])} CA-tasks on {servers} servers")
     for name in _HEAD:
         table.add_column(name, justify="right")
@@ -245,11 +239,7 @@ def _print(report: dict[str, Any]) -> None:
         f"{report['milliseconds']:.2f} ms   digest {report['digest']}",
         highlight=False,
     )
-    console.print(
-        f"sent and received, dispatch and return: mean {sum(sent) / servers:.2f} MiB, "
-        f"worst {max(*sent, *received, 0):.2f} MiB a rank",
-        highlight=False,
-    )
+    console.print(f"sent and received, dispatch and return: {moved}", highlight=False)
     training = report["training"]
     if training is not None:
         does = (

@@ -27,18 +27,19 @@ class Plan:
     """What is drawn of a plan for one phase of a layer.
 
     Attributes:
-        layout: where the tokens live.
         tasks: who computes what.
+        homes: of each task, the ranks that its queries come from.
         seconds: of each task, float64 [num_tasks].
     """
 
-    layout: Layout
     tasks: Tasks
+    homes: list[list[int]]
     seconds: np.ndarray
 
     @classmethod
     def of(cls, layout: Layout, tasks: Tasks, cost: CostModel, phase: Phase, window: int | None = None) -> Plan:
-        return cls(layout, tasks, task_costs(tasks.rows, cost, phase, window) / UNITS_PER_SECOND)
+        seconds = task_costs(tasks.rows, cost, phase, window) / UNITS_PER_SECOND
+        return cls(tasks, homes_of(layout, tasks.rows), seconds)
 
     def loads(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of each server before and after, float64 [num_ranks] each."""
@@ -47,11 +48,8 @@ class Plan:
     @property
     def moved(self) -> np.ndarray:
         """Whether a task's queries come from another rank, bool [num_tasks]."""
-        homes = homes_of(self.layout, self.tasks.rows)
-        return np.array(
-            [home != [server] for home, server in zip(homes, self.tasks.rows[:, SERVER].tolist(), strict=True)],
-            dtype=bool,
-        )
+        servers = self.tasks.rows[:, SERVER].tolist()
+        return np.array([home != [server] for home, server in zip(self.homes, servers, strict=True)], dtype=bool)
 
 
 def loads(before: np.ndarray, after: np.ndarray) -> Figure:
@@ -87,33 +85,30 @@ def loads(before: np.ndarray, after: np.ndarray) -> Figure:
 
 def plan_map(plan: Plan) -> Figure:
     """Every server's tasks one after another in time, in the colour of the rank that their queries come from."""
-    count = min(plan.layout.num_ranks, ROWS)
+    count = min(len(plan.tasks.loads), ROWS)
     line = 18 if count <= 16 else 13
     figure = Figure(count * line + 24, "Which documents each server computes", left=64)
     _, after = plan.loads()
     top = float(after.max(initial=0.0)) or 1.0
-    homes, moved, rows = homes_of(plan.layout, plan.tasks.rows), plan.moved, plan.tasks.rows
+    moved, rows = plan.moved, plan.tasks.rows
     for server in range(count):
         at, y = 0.0, server * line
         mine = np.flatnonzero(rows[:, SERVER] == server)
-        for parts in _drawn_together(mine[np.lexsort((-plan.seconds[mine], moved[mine]))], plan, moved, homes, top):
+        for parts in _drawn_together(mine[np.lexsort((-plan.seconds[mine], moved[mine]))], plan, moved, top):
             wide = float(plan.seconds[parts].sum()) / top
-            home = homes[parts[0]]
+            home = plan.homes[parts[0]]
             document, low, high = (int(rows[parts[0], c]) for c in (TASK_DOCUMENT, Q_START, Q_END))
             told = f"document {document}, queries {low} to {high}" if len(parts) == 1 else f"{len(parts)} documents"
             tip = f"{told} of rank {', '.join(map(str, home[:4]))}: {_ms(wide * top)}"
-            figure.rect(
-                at, y, max(wide - 0.0008, 0.0004), line - 3, _of_rank(home[0]), tip=tip, faint=not moved[parts[0]]
-            )
+            colour, faint = RANKS[home[0] % len(RANKS)], not moved[parts[0]]
+            figure.rect(at, y, max(wide - 0.0008, 0.0004), line - 3, colour, tip=tip, faint=faint)
             at += wide
         figure.text(0, y + line - 6, f"rank {server}", "end", shift=-8)
     _axis(figure, count * line, top)
     return figure
 
 
-def _drawn_together(
-    order: np.ndarray, plan: Plan, moved: np.ndarray, homes: list[list[int]], top: float
-) -> Iterable[list[int]]:
+def _drawn_together(order: np.ndarray, plan: Plan, moved: np.ndarray, top: float) -> Iterable[list[int]]:
     """A server's tasks one by one; those too narrow to be seen with others of the same home."""
     wide = plan.seconds[order] / top >= _NARROW
     for away in (False, True):
@@ -121,7 +116,7 @@ def _drawn_together(
         yield from ([task] for task in order[of_kind & wide].tolist())
         narrow: dict[int, list[int]] = {}
         for task in order[of_kind & ~wide].tolist():
-            narrow.setdefault(homes[task][0], []).append(task)
+            narrow.setdefault(plan.homes[task][0], []).append(task)
         yield from (parts for _, parts in sorted(narrow.items()))
 
 
@@ -252,15 +247,7 @@ def _axis(figure: Figure, y: float, top: float) -> None:
         figure.text(share, y + 17, _ms(top * share) if share else "0", anchor)
 
 
-def _of_rank(rank: int) -> str:
-    return RANKS[rank % len(RANKS)]
-
-
 def _ms(seconds: float) -> str:
-    return (
-        f"{seconds:.2f} s"
-        if seconds >= 1
-        else f"{seconds * 1e3:.0f} ms"
-        if seconds >= 0.01
-        else f"{seconds * 1e3:.2f} ms"
-    )
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"

@@ -7,20 +7,19 @@ Between layers, and so between stages, travels the pair (hidden_states [1, token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from deepspeed_distca.attention_server.step_plan import StepPlan
+from deepspeed_distca.data.from_layout import IGNORE_INDEX
 from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, Plan
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.row_rope import RowRule, row_rules
+from deepspeed_distca.pipeline.plans import MicroBatchAttention
 
 Activations = tuple[torch.Tensor, torch.Tensor]
-IGNORE_INDEX = -100
 
 
 class StageContext:
@@ -30,16 +29,12 @@ class StageContext:
     here because its frequencies must stay in fp32.
 
     Attributes:
-        plans: while a planned micro-batch runs, forward or backward, the plan of each of the stage's decoder layers.
-        kept: what is kept of its attention for recomputation, if it is trained on.
-        in_two: the plan of all of them, where the micro-batch's forward runs as two nano-batches.
+        attention: of the planned micro-batch that runs, forward or backward.
     """
 
     def __init__(self, config: Any, rotary: nn.Module) -> None:
         self.config = config
-        self.plans: Sequence[Plan | None] | None = None
-        self.kept: KeptAttention | None = None
-        self.in_two: StepPlan | None = None
+        self.attention: MicroBatchAttention | None = None
         self._rotary = rotary
 
     @property
@@ -78,15 +73,16 @@ class DecoderLayer(nn.Module):
 
     Args:
         layer: the HuggingFace layer.
-        index: its place among the layers of its stage.
         window: its sliding window, None for full causal attention.
+
+    Attributes:
+        index: its place among the layers of its stage, which the stage tells it.
     """
 
-    def __init__(self, layer: nn.Module, context: StageContext, index: int, window: int | None) -> None:
+    def __init__(self, layer: nn.Module, context: StageContext, window: int | None) -> None:
         super().__init__()
         self.layer = layer
-        # In a list: hidden from nn.Module, which would otherwise be no wiser but slower at setting it.
-        self.context, self.index, self.window = context, index, window
+        self.context, self.window, self.index = context, window, 0
 
     def forward(self, inputs: Activations, plan: Plan | None = None, kept: KeptAttention | None = None) -> Activations:
         """Args:
@@ -94,8 +90,9 @@ class DecoderLayer(nn.Module):
         """
         hidden_states, position_ids = inputs
         arguments: dict[str, Any] = {}
-        if plan is None and self.context.plans is not None:
-            plan, kept = self.context.plans[self.index], self.context.kept
+        attention = self.context.attention
+        if plan is None and attention is not None:
+            plan, kept = attention.layers[self.index], attention.kept
         if plan is None:
             arguments["attention_mask"] = self._mask(hidden_states, position_ids)
         else:

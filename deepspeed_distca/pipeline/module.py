@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_modules, attention_windows
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_windows
 from deepspeed_distca.pipeline.layers import (
     DecoderLayer,
     Embedding,
@@ -28,7 +29,7 @@ from deepspeed_distca.pipeline.nano_batches import run_in_two
 
 #: Models that are embedding, decoder layers, norm and head and nothing else. Others scale embeddings or logits, or mix
 #: them with something, which the layers here would leave out.
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
 _TIED = "embedding"
 
 
@@ -63,7 +64,8 @@ class DecoderPipeline(PipelineModule):
         if len(layers) < num_stages:
             raise ValueError(f"{len(layers)} decoder layers cannot be divided over {num_stages} stages")
         context = StageContext(config, model.model.rotary_emb)
-        windows, scale = decoder_attention(config)
+        modules = [layer.self_attn for layer in layers]
+        windows, scale = attention_windows(modules), float(modules[0].scaling)
         specs = _layer_specs(model, context, windows)
         super().__init__(
             specs,
@@ -83,26 +85,23 @@ class DecoderPipeline(PipelineModule):
         self.config, self.context, self.attention_scale = config, context, scale
         for index, layer in enumerate(self.decoder_layers):
             layer.index = index
-        # Decoder layers of every stage: what its ranks compute attention for, layer by layer.
-        is_decoder = [spec.typename is DecoderLayer for spec in specs]
-        first = is_decoder.index(True)
+        # Layer 0 is the embedding.
         self.stage_windows: list[list[int | None]] = [
-            [windows[i - first] for i in range(self.parts[s], self.parts[s + 1]) if is_decoder[i]]
-            for s in range(num_stages)
+            windows[max(0, begin - 1) : max(0, end - 1)] for begin, end in pairwise(self.parts)
         ]
-        self._names = _layer_names(specs)
+        self._names = _layer_names(len(layers))
 
     def forward(self, forward_input: Any) -> Any:
         """PipelineModule's own, with decoder layers in two nano-batches where the micro-batch's plan is in two."""
-        plan = self.context.in_two
-        if plan is None:
+        attention = self.context.attention
+        if attention is None or attention.in_two is None:
             return super().forward(forward_input)
         decoders = self.decoder_layers
         first, x = self.forward_funcs.index(decoders[0]), forward_input
         for layer in self.forward_funcs[:first]:
             x = layer(x)
         interval, checkpoint = self.activation_checkpoint_interval, self.activation_checkpoint_func
-        x = run_in_two(decoders, x, plan, self.context.kept, checkpoint=checkpoint, interval=interval)
+        x = run_in_two(decoders, x, attention.in_two, attention.kept, checkpoint=checkpoint, interval=interval)
         for layer in self.forward_funcs[first + len(decoders) :]:
             x = layer(x)
         return x
@@ -137,7 +136,7 @@ class DecoderPipeline(PipelineModule):
             index = self._weight_index(stages)
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
             config = type(self.config).from_dict(self.config.to_dict())
-            config.architectures = [_meta_model(config).__class__.__name__]
+            config.architectures = [meta_model(config).__class__.__name__]
             config.dtype = next(self.parameters()).dtype
             config.save_pretrained(folder)
         dist.barrier()
@@ -145,7 +144,7 @@ class DecoderPipeline(PipelineModule):
     def _weight_index(self, stages: int) -> dict[str, Any]:
         """Which file holds which weight, known on every rank without asking the others."""
         weight_map, total, itemsize = {}, 0, next(self.parameters()).element_size()
-        for name, value in _meta_model(self.config).state_dict().items():
+        for name, value in meta_model(self.config).state_dict().items():
             if self.config.tie_word_embeddings and name.startswith("lm_head."):
                 continue
             layer = next(i for i, (_, prefix) in enumerate(self._names) if name.startswith(prefix))
@@ -163,25 +162,15 @@ def check_family(model: PreTrainedModel) -> None:
     kind = model.config.model_type
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
     inner = getattr(model, "model", None)
-    if kind not in MODEL_TYPES or not hasattr(model, "lm_head") or not all(hasattr(inner, p) for p in parts):
+    if kind not in _MODEL_TYPES or not hasattr(model, "lm_head") or not all(hasattr(inner, p) for p in parts):
         raise UnsupportedModelError(
             f"{type(model).__name__} (model type {kind!r}) cannot be divided into pipeline stages; supported are "
-            f"causal language models of the types {', '.join(MODEL_TYPES)}"
+            f"causal language models of the types {', '.join(_MODEL_TYPES)}"
         )
 
 
-def decoder_attention(config: Any) -> tuple[list[int | None], float]:
-    """The sliding window of each decoder layer of a model with that configuration, and the factor on scores."""
-    modules = [layer.self_attn for layer in _meta_model(config).model.layers]
-    return attention_windows(modules), float(modules[0].scaling)
-
-
-def check_attention(config: Any) -> None:
-    """Raises UnsupportedModelError where the attention of the configuration's model cannot be planned exactly."""
-    attention_modules(_meta_model(config))
-
-
-def _meta_model(config: Any) -> PreTrainedModel:
+def meta_model(config: Any) -> PreTrainedModel:
+    """The whole model of a configuration, on no device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -189,7 +178,7 @@ def _meta_model(config: Any) -> PreTrainedModel:
 def _layer_specs(model: PreTrainedModel, context: StageContext, windows: list[int | None]) -> list[LayerSpec]:
     inner = model.model
     decoders = [
-        LayerSpec(DecoderLayer, layer, context, 0, window) for layer, window in zip(inner.layers, windows, strict=True)
+        LayerSpec(DecoderLayer, layer, context, window) for layer, window in zip(inner.layers, windows, strict=True)
     ]
     norm = LayerSpec(FinalNorm, inner.norm)
     if not model.config.tie_word_embeddings:
@@ -203,15 +192,11 @@ def _layer_specs(model: PreTrainedModel, context: StageContext, windows: list[in
     ]
 
 
-def _layer_names(specs: list[LayerSpec]) -> list[tuple[str, str]]:
+def _layer_names(decoders: int) -> list[tuple[str, str]]:
     """For each layer, the prefix of its parameters in it and in the HuggingFace model."""
-    decoders = len(specs) - 3
     return [
         ("embed_tokens.", "model.embed_tokens."),
         *(("layer.", f"model.layers.{i}.") for i in range(decoders)),
         ("norm.", "model.norm."),
         ("lm_head.", "lm_head."),
     ]
-
-
-__all__ = ["MODEL_TYPES", "DecoderPipeline", "check_attention", "check_family", "decoder_attention"]

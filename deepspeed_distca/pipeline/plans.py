@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import compress
 
@@ -66,9 +67,6 @@ class Slots:
         #: by slot, the index of its kind
         self.kind_of = [order.index(key) for key in keys]
 
-    def __len__(self) -> int:
-        return len(self.kind_of)
-
 
 @dataclass
 class MicroBatchAttention:
@@ -88,7 +86,8 @@ class MicroBatchAttention:
 
 
 class TickPlanner:
-    """Plans ticks and runs what this rank does in them beside its own layers.
+    """Goes through the ticks of one batch after another: plans each, and runs what this rank does in it beside its own
+    layers.
 
     Args:
         server: this rank's attention server, over the ranks of the grid.
@@ -118,7 +117,13 @@ class TickPlanner:
         device: torch.device,
     ) -> None:
         self._server, self._slots, self._place, self._stage, self._layers = server, slots, place, stage, layers
-        self._in_two = False
+        self._in_two = self._training = False
+        self._coming: Iterator[Tick] = iter(())
+        self._layouts: list[Layout] = []
+        #: Of the tick: this stage's micro-batch, and this rank's parts of the plan by kind.
+        self._micro_batch: int | None = None
+        self._parts: list[Parts | None] = []
+        self._open: dict[int | None, MicroBatchAttention] = {}  # whose backward is to come, by micro-batch
         self._specs = [AttentionSpec(scale, kind.window) for kind in slots.kinds]
         value_dim = heads.value_dim or heads.head_dim
 
@@ -130,73 +135,89 @@ class TickPlanner:
         self._out = rows(heads.query, value_dim)
         self._lse = torch.empty((heads.query, 0), dtype=torch.promote_types(dtype, torch.float32), device=device)
 
-    def plan(self, tick: Tick, layouts: list[Layout], *, training: bool) -> list[Parts | None]:
-        """This rank's parts of a tick, by kind; None where no rank has rows. Collective over the grid.
+    def begin(self, ticks: list[Tick], layouts: list[Layout], *, training: bool) -> None:
+        """A batch begins, with the plan of its first tick. Collective over the grid.
+
+        Its micro-batches run as two nano-batches where that may pay: all of them or none, since in a tick all ranks do
+        alike, and in backward each does as it did in forward.
 
         Args:
+            ticks: all that come.
             layouts: by micro-batch, the layout over the grid's replicas.
-            training: the tick is one of training, and goes into the statistics.
+            training: the batch is one of training, and goes into the statistics.
         """
-        found = self._layouts_of(tick, layouts)
+        self._coming, self._layouts, self._training = iter(ticks), layouts, training
+        self._in_two = False
+        if training and self.able:
+            every = ((tick.phase, *kind) for tick in ticks for kind in self._layouts_of(tick))
+            self._in_two = self._server.two_pay(one for one in every if len(one[1].segments))
+        self.next()
+
+    def next(self) -> None:
+        """Goes on to the next tick, if there is one, and plans it; on a GPU the device is still at work on the one
+        before. Collective over the grid."""
+        tick = next(self._coming, None)
+        if tick is not None:
+            self._micro_batch, self._parts = tick.micro_batches[self._stage], self._plan(tick)
+
+    def end(self) -> None:
+        """The batch is over, or failed."""
+        self._open.clear()
+        self._parts = []
+
+    def _plan(self, tick: Tick) -> list[Parts | None]:
+        """This rank's parts of a tick, by kind; None where no rank has rows."""
+        found = self._layouts_of(tick)
         wanted = [bool(len(layout.segments)) for layout, *_ in found]
         kinds = list(compress(found, wanted))
         mine = tick.phase == "forward" and tick.micro_batches[self._stage] is not None
-        in_two = self._in_two and training
-        parts = iter(self._server.plan_tick(tick.phase, kinds, note=training, micro_batches=int(mine), in_two=in_two))
+        parts = iter(
+            self._server.plan_tick(
+                tick.phase, kinds, note=self._training, micro_batches=int(mine), in_two=self._in_two
+            )
+        )
         return [next(parts) if want else None for want in wanted]
 
-    def _layouts_of(self, tick: Tick, layouts: list[Layout]) -> list[tuple[Layout, int | None, int]]:
+    def _layouts_of(self, tick: Tick) -> list[tuple[Layout, int | None, int]]:
         """By kind of layers: over the grid's ranks, with the window and the number of slots."""
         found = []
         for kind in self._slots.kinds:
             live = [
-                layouts[m] if m is not None and s in kind.stages else None for s, m in enumerate(tick.micro_batches)
+                self._layouts[m] if m is not None and s in kind.stages else None
+                for s, m in enumerate(tick.micro_batches)
             ]
             found.append((over_grid(live, self._place), kind.window, kind.slots))
         return found
 
-    def begin(self, ticks: list[Tick], layouts: list[Layout]) -> None:
-        """A batch of training begins. Its micro-batches run as two nano-batches where that may pay: all of them or
-        none, since in a tick all ranks do alike, and in backward each does as it did in forward.
-
-        Args:
-            ticks: all that come.
-            layouts: see :meth:`plan`.
-        """
-        if self.able:
-            every = ((tick.phase, *kind) for tick in ticks for kind in self._layouts_of(tick, layouts))
-            self._in_two = self._server.two_pay(one for one in every if len(one[1].segments))
-
-    def open(self, forward: list[Parts | None], *, keep: bool) -> MicroBatchAttention:
-        """The attention of a micro-batch whose forward tick has come; its backward parts follow later.
-
-        Args:
-            keep: there will be a backward, and perhaps recomputation in it.
-        """
-        given = [(kind.window, part) for kind, part in zip(self._slots.kinds, forward, strict=True)]
-        kept, in_two = KeptAttention(always=True) if keep else None, None
+    def forward(self) -> MicroBatchAttention:
+        """The attention of this stage's micro-batch, whose forward tick has come. In training its backward parts
+        follow later, and there may be recomputation in it."""
+        given = [(kind.window, part) for kind, part in zip(self._slots.kinds, self._parts, strict=True)]
+        kept, in_two = KeptAttention(always=True) if self._training else None, None
         plans: list[StepPlan | None]
-        if any(part is not None and part.divided for part in forward):
+        if any(part is not None and part.divided for part in self._parts):
             in_two = self._server.step_plan({window: part for window, part in given if part is not None})
-            plans = [None if part is None else in_two for part in forward]
+            plans = [None if part is None else in_two for part in self._parts]
         else:
             plans = [None if part is None else self._server.step_plan({window: part}) for window, part in given]
         layers = [plans[self._slots.kind_of[slot]] for slot in range(self._layers)]
-        return MicroBatchAttention(plans, layers, kept, in_two)
+        attention = MicroBatchAttention(plans, layers, kept, in_two)
+        if self._training:
+            self._open[self._micro_batch] = attention
+        return attention
 
-    def begin_backward(self, attention: MicroBatchAttention, parts: list[Parts | None]) -> None:
-        """The backward tick of a micro-batch has come, and this rank's parts of it."""
-        for kind, plan, part in zip(self._slots.kinds, attention.plans, parts, strict=True):
+    def backward(self) -> MicroBatchAttention:
+        """The same of the micro-batch whose backward tick has come, with this rank's parts of it."""
+        attention = self._open.pop(self._micro_batch)
+        for kind, plan, part in zip(self._slots.kinds, attention.plans, self._parts, strict=True):
             if plan is not None and part is not None:
                 plan.layer(kind.window).backward = part
+        return attention
 
-    def serve_forward(self, parts: list[Parts | None], first: int) -> None:
-        """Takes part in the exchange of the slots from ``first`` on, without rows of its own."""
-        for slot in range(first, len(self._slots)):
-            kind = self._slots.kind_of[slot]
-            part = parts[kind]
-            if part is None or part.is_local:
-                continue
+    def serve_forward(self) -> None:
+        """Takes part, without rows of its own, in the exchange of the slots that this stage has no layer for in the
+        tick."""
+        for kind, part in self._served():
             plan, spec, kernel = self._serving(part, kind)
             steps = ForwardSteps(plan, spec, kernel)
             for i in range(len(part.parts)):
@@ -206,14 +227,10 @@ class TickPlanner:
             for i in range(len(part.parts)):
                 steps.collect(i)
 
-    def serve_backward(self, parts: list[Parts | None], first: int) -> None:
+    def serve_backward(self) -> None:
         """The same in backward, where slots and parts come in reverse order."""
         given = Given(self._q, self._k, self._v, self._out, self._lse, self._out, None)
-        for slot in reversed(range(first, len(self._slots))):
-            kind = self._slots.kind_of[slot]
-            part = parts[kind]
-            if part is None or part.is_local:
-                continue
+        for kind, part in reversed(self._served()):
             plan, spec, kernel = self._serving(part, kind)
             with backward_of_layer(plan.watch):
                 steps = BackwardSteps(replace(plan, backward=part), spec, kernel)
@@ -224,6 +241,12 @@ class TickPlanner:
                     steps.serve(i)
                 for i in last_first:
                     steps.gradients(i)
+
+    def _served(self) -> list[tuple[int, Parts]]:
+        """Of the slots in which this rank only serves, in order, the kind and its part of the plan."""
+        first = 0 if self._micro_batch is None else self._layers
+        found = ((kind, self._parts[kind]) for kind in self._slots.kind_of[first:])
+        return [(kind, part) for kind, part in found if part is not None and not part.is_local]
 
     def _serving(self, part: Parts, kind: int) -> tuple[LayerPlan, AttentionSpec, Kernel]:
         spec = self._specs[kind]

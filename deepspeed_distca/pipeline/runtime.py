@@ -24,7 +24,6 @@ from deepspeed.utils import logger
 
 from deepspeed_distca.attention_server.coordination.hello import Meeting, machine
 from deepspeed_distca.attention_server.coordination.watch import Watch
-from deepspeed_distca.attention_server.parts import Parts
 from deepspeed_distca.attention_server.statistics import StepStatistics
 from deepspeed_distca.building import Sharing, attention_dtype, build_server, describe_nodes
 from deepspeed_distca.compat.deepspeed import (
@@ -38,11 +37,11 @@ from deepspeed_distca.compat.transformers import attention_name, set_attention_n
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.huggingface.attention_function import FIRST, NAME
-from deepspeed_distca.huggingface.decoders import UnsupportedModelError
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_modules
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.monitor import events
 from deepspeed_distca.pipeline.batches import describe, from_message, merge, pipeline_batch, to_message
-from deepspeed_distca.pipeline.module import DecoderPipeline, check_attention
+from deepspeed_distca.pipeline.module import DecoderPipeline, meta_model
 from deepspeed_distca.pipeline.plans import MicroBatchAttention, Slots, TickPlanner
 from deepspeed_distca.pipeline.schedule import (
     SamePhaseEvaluation,
@@ -116,7 +115,7 @@ class PipelineRuntime:
             UnsupportedModelError: a model whose attention cannot be planned exactly.
         """
         module: DecoderPipeline = engine.module
-        check_attention(module.config)
+        attention_modules(meta_model(module.config))
         if config.advanced.server_weights is not None:
             raise DistCAConfigError(
                 f"`{BLOCK}.advanced.server_weights` cannot be combined with a PipelineModule, whose stages have "
@@ -175,13 +174,12 @@ class PipelineRuntime:
         )
         self.server, self._agreement, self._groups = built.server, built.everyone, built.groups
         self._topology = topology
-        self._layers = len(module.stage_windows[engine.stage_id])
         self._planner = TickPlanner(
             self.server,
             slots,
             topology.place,
             topology.stages.index(engine.stage_id),
-            self._layers,
+            len(module.stage_windows[engine.stage_id]),
             heads=heads,
             dtype=dtype,
             scale=module.attention_scale,
@@ -202,12 +200,6 @@ class PipelineRuntime:
             logger.warning(
                 "distca: the module's loss_fn has no attribute `divisor`, so the loss is not weighted over the batch"
             )
-        self._ticks: list[Tick] = []
-        self._layouts: list[Layout] = []
-        self._at = 0
-        self._parts: list[Parts | None] = []
-        self._open: dict[int | None, MicroBatchAttention] = {}
-        self._training = False
         self._install()
         if dist.get_rank() == 0:
             # Printed, not logged: DeepSpeed's logger shows warnings only.
@@ -255,40 +247,36 @@ class PipelineRuntime:
 
     def _run(self, schedule: ds.PipeSchedule) -> None:
         """In the place of the engine's own way to run a schedule."""
-        if isinstance(schedule, ds.TrainSchedule):
-            ours = SamePhaseSchedule
-        elif isinstance(schedule, ds.InferenceSchedule):
-            ours = SamePhaseEvaluation
-        else:
+        training = isinstance(schedule, ds.TrainSchedule)
+        if not training and not isinstance(schedule, ds.InferenceSchedule):
             raise DistCAConfigError(
                 f"the `{BLOCK}` block does not know the schedule {type(schedule).__name__}; supported are DeepSpeed's "
                 "TrainSchedule and InferenceSchedule"
             )
-        self._training = ours is SamePhaseSchedule
         if self._scope == "grid":
+            ours = SamePhaseSchedule if training else SamePhaseEvaluation
             schedule = ours(schedule.micro_batches, schedule.stages, schedule.stage_id)
-            self._ticks = schedule.ticks()
+            ticks = schedule.ticks()
         else:
-            self._ticks = passes(schedule)
+            ticks = passes(schedule)
         try:
             self._watch.begin()
             try:
-                self._begin(schedule.micro_batches)
+                self._begin(ticks, schedule.micro_batches, training)
             finally:
                 self._watch.given_up()
             with self._watch.phase("the pipeline's schedule"):
                 self._run_schedule(schedule)
         finally:
             replace_next_batch(self._engine, None)
-            self._open.clear()
-            self._parts = []
+            self._planner.end()
             if self._weight_loss:
                 self._module.loss_fn.divisor = None
         engine = self._engine
-        if self._training and engine.global_rank == 0 and engine.monitor.enabled:
+        if training and engine.global_rank == 0 and engine.monitor.enabled:
             engine.monitor.write_events(events(self.server.planned, engine.global_samples))
 
-    def _begin(self, micro_batches: int) -> None:
+    def _begin(self, ticks: list[Tick], micro_batches: int, training: bool) -> None:
         """Reads the batch where it is loaded, tells every rank what is in it, and plans the first tick."""
         batches: list[Any] = []
         given: np.ndarray | Exception = np.zeros(0, dtype=np.int64)
@@ -303,16 +291,13 @@ class PipelineRuntime:
             except Exception as error:  # whatever it is, the other ranks must not wait for this one
                 given = error
         messages = self._agreement.gather_values(given)
-        targets = self._understand(messages, micro_batches)
+        layouts, targets = self._understand(messages, micro_batches)
         if self._weight_loss:
             # The engine averages over micro-batches and replicas.
             self._module.loss_fn.divisor = targets / (micro_batches * self._topology.all_replicas) or 1.0
         loaded = iter(batches)
         replace_next_batch(self._engine, lambda: next(loaded))
-        self._at = 0
-        if self._training:
-            self._planner.begin(self._ticks, self._layouts)
-        self._plan()
+        self._planner.begin(ticks, layouts, training=training)
 
     def _read(self, index: int, micro_batches: int) -> tuple[Any, Any]:
         iterator = self._engine.data_iterator
@@ -327,7 +312,7 @@ class PipelineRuntime:
         description = describe(batch if isinstance(batch, Mapping) else given, place)
         return pipeline_batch(given), description
 
-    def _understand(self, messages: list[np.ndarray], micro_batches: int) -> int:
+    def _understand(self, messages: list[np.ndarray], micro_batches: int) -> tuple[list[Layout], int]:
         """Layouts of the micro-batches over this rank's servers, and the targets of the batch over all replicas. Every
         rank looks at everything, so that all of them find the same faults."""
         t = self._topology
@@ -343,61 +328,41 @@ class PipelineRuntime:
             start: [merge([replicas[d][m] for d in range(start, start + t.replicas)]) for m in range(micro_batches)]
             for start in range(0, t.all_replicas, t.replicas)
         }
-        self._layouts = groups[t.first_replica]
-        return sum(m.targets for replica in replicas for m in replica)
-
-    def _plan(self) -> None:
-        self._parts = self._planner.plan(self._ticks[self._at], self._layouts, training=self._training)
-
-    def _next(self) -> None:
-        """After a tick: plans the one that follows, on a GPU while the device is still at work on this one."""
-        self._at += 1
-        if self._at < len(self._ticks):
-            self._plan()
+        return groups[t.first_replica], sum(m.targets for replica in replicas for m in replica)
 
     # -- instructions
 
-    def _micro_batch(self) -> int | None:
-        """Of this stage in the tick, if it has one."""
-        tick = self._ticks[self._at]
-        return tick.micro_batches[self._topology.stages.index(self._engine.stage_id)]
-
     def _forward(self, buffer_id: int) -> None:
-        attention = self._planner.open(self._parts, keep=self._training)
-        if self._training:
-            self._open[self._micro_batch()] = attention
-        with self._with_plans(attention):
+        with self._with_plans(self._planner.forward()):
             self._forward_pass(self._engine, buffer_id)
-        self._planner.serve_forward(self._parts, self._layers)
-        self._next()
+        self._serve_forward()
 
     def _backward(self, buffer_id: int) -> None:
-        attention = self._open.pop(self._micro_batch())
-        self._planner.begin_backward(attention, self._parts)
-        self._planner.serve_backward(self._parts, self._layers)
+        attention = self._planner.backward()
+        self._planner.serve_backward()
         with self._with_plans(attention):
             self._backward_pass(self._engine, buffer_id)
-        self._next()
+        self._planner.next()
 
     def _serve_forward(self) -> None:
-        self._planner.serve_forward(self._parts, 0)
-        self._next()
+        self._planner.serve_forward()
+        self._planner.next()
 
     def _serve_backward(self) -> None:
-        self._planner.serve_backward(self._parts, 0)
-        self._next()
+        self._planner.serve_backward()
+        self._planner.next()
 
     @contextmanager
     def _with_plans(self, attention: MicroBatchAttention) -> Iterator[None]:
         """Layers that run in here, for the first time or in recomputation, follow these plans."""
         context, config = self._module.context, self._module.config
         ordinary = attention_name(config)
-        context.plans, context.kept, context.in_two = attention.layers, attention.kept, attention.in_two
+        context.attention = attention
         set_attention_name(config, NAME)
         try:
             yield
         finally:
-            context.plans = context.kept = context.in_two = None
+            context.attention = None
             set_attention_name(config, "sdpa" if ordinary in (NAME, FIRST) else ordinary)
 
 

@@ -54,14 +54,6 @@ def training_ticks(micro_batches: int, stages: int) -> list[Tick]:
     return ticks
 
 
-def evaluation_ticks(micro_batches: int, stages: int) -> list[Tick]:
-    """The ticks of an evaluation batch: the forward ones."""
-    return [
-        _tick("forward", [cycle - s for s in range(stages)], micro_batches)
-        for cycle in range(micro_batches + stages - 1)
-    ]
-
-
 def passes(schedule: ds.PipeSchedule) -> list[Tick]:
     """The forward and backward passes of one stage under any schedule that takes micro-batches in order, as ticks of
     that stage alone."""
@@ -141,7 +133,7 @@ class SamePhaseEvaluation(_TickSchedule):
     """An evaluation batch: forward ticks only, in which all stages take part from the first to the last."""
 
     def ticks(self) -> list[Tick]:
-        return evaluation_ticks(self.micro_batches, self.stages)
+        return [tick for tick in training_ticks(self.micro_batches, self.stages) if tick.phase == "forward"]
 
     def num_pipe_buffers(self) -> int:
         """Two, as in DeepSpeed's own."""

@@ -168,14 +168,14 @@ def count_relayed(engine) -> list[int]:
     """Of every tick of training from now on, the runs that this rank gets from a relay."""
     found: list[int] = []
     planner = engine.distca._planner
-    plan = planner.plan
+    plan = planner._plan
 
-    def plan_and_count(*args, **kwargs):
-        parts = plan(*args, **kwargs)
+    def plan_and_count(tick):
+        parts = plan(tick)
         found.append(sum(len(p.plan.routes.relay_in) for part in parts if part is not None for p in part.parts))
         return parts
 
-    planner.plan = plan_and_count
+    planner._plan = plan_and_count
     return found
 
 

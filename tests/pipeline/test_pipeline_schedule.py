@@ -12,7 +12,6 @@ from deepspeed_distca.pipeline.schedule import (
     SamePhaseSchedule,
     ServeBackward,
     ServeForward,
-    evaluation_ticks,
     training_ticks,
 )
 
@@ -165,12 +164,13 @@ def test_training(stages):
 @pytest.mark.parametrize("stages", STAGES)
 def test_evaluation(stages):
     for m in MICRO_BATCHES:
-        ran = run([SamePhaseEvaluation(m, stages, s) for s in range(stages)], training=False)
+        schedules = [SamePhaseEvaluation(m, stages, s) for s in range(stages)]
+        ran = run(schedules, training=False)
         for s, stage in enumerate(ran):
             assert stage.forwards == list(range(m)) and not stage.backwards and not stage.finished
             assert stage.done == ["forward"] * (m + stages - 1)
             assert stage.loaded == (m if s in (0, stages - 1) else 0)
-        assert len(evaluation_ticks(m, stages)) == m + stages - 1
+        assert len(schedules[0].ticks()) == m + stages - 1
 
 
 def test_one_stage_takes_turns():

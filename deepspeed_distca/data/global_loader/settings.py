@@ -11,8 +11,8 @@ from typing import Any
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
 from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.given import integer, shown
+from deepspeed_distca.plan_options import weights_of_servers
 from deepspeed_distca.scheduler.profiles import Profile, ProfileError
-from deepspeed_distca.scheduler.shares import Shares
 from deepspeed_distca.scheduler.topology import Topology
 
 _ACCUMULATION = "gradient_accumulation_steps"
@@ -51,16 +51,7 @@ def read_settings(
     servers = num_ranks if block.servers is None else block.servers
     if num_ranks % servers:
         raise DistCAConfigError(f"`{BLOCK}.servers` was given {servers}; allowed: a divisor of the {num_ranks} ranks")
-    first = rank // servers * servers
-    advanced, weights, cost = block.advanced, block.advanced.server_weights, None
-    if weights is not None:
-        if len(weights) != num_ranks:
-            raise DistCAConfigError(
-                f"`{BLOCK}.advanced.server_weights` must be one for each of the {num_ranks} ranks, got {len(weights)}"
-            )
-        for group in range(0, num_ranks, servers):  # of all groups: an error is one on every rank
-            Shares(weights[group : group + servers], servers, 0.0)
-        weights = weights[first : first + servers]
+    advanced, cost = block.advanced, None
     if block.cost_model is not None:
         try:
             cost = Profile.load(Path(block.cost_model)).cost
@@ -70,6 +61,7 @@ def read_settings(
             ) from None
     nodes = None
     if advanced.node_size is not None:
+        first = rank // servers * servers
         nodes = Topology.of_size(advanced.node_size, range(first, first + servers))
     # As DeepSpeed finds it: given, or what the two batch sizes leave.
     steps = values.get(_ACCUMULATION)
@@ -82,7 +74,7 @@ def read_settings(
         {
             "cost": cost,
             "tolerance": advanced.tolerance,
-            "server_weights": weights,
+            "server_weights": weights_of_servers(advanced.server_weights, num_ranks, servers, rank),
             "min_gain": MIN_GAIN if advanced.min_gain is None else advanced.min_gain,
             "nodes": nodes,
         },

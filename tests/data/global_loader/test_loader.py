@@ -426,7 +426,10 @@ def test_wrong_arguments() -> None:
         (dict(placement="best"), "placement must be"),
         (dict(regroup="free"), "regroup must be True or False, got 'free'"),
         (dict(config=config(0)), "gradient_accumulation_steps in the config must be"),
-        (dict(config=config(advanced={"server_weights": [1, 2, 3]})), "server_weights` must be one for each of the 2"),
+        (
+            dict(config=config(advanced={"server_weights": [1, 2, 3]})),
+            "server_weights` was given .* for each of the 2 data-parallel ranks",
+        ),
         (dict(shuffle=1), "shuffle must be True or False, got 1"),
         (dict(drop_last=None), "drop_last must be True or False, got None"),
         (dict(seed=-1), "seed must be"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -54,7 +54,7 @@ class AccumulationLoader:
         *,
         last_window: LastWindow = "drop",
     ) -> None:
-        one_of("last_window", last_window, get_args(LastWindow))
+        one_of("last_window", last_window, LastWindow)
         self.loader: Any = loader  # it may have a length, a state and samplers
         self.gradient_accumulation_steps = integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
         self.last_window = last_window

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, get_args
 
 
-def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """Raises ValueError for a value that is not among those allowed."""
-    allowed = tuple(allowed)
+def one_of(name: str, value: Any, literal: Any) -> None:
+    """Raises ValueError for a value that is not one of a ``Literal``."""
+    allowed = get_args(literal)
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 

@@ -23,13 +23,6 @@ TEXT_AXES = 4
 DESCRIPTIONS = (*CUMULATIVE, *packed_params.SPACES, "attention_mask", "seq_idx", "position_ids")
 
 
-class Claim(NamedTuple):
-    """What one description says: where documents begin, bool [rows * tokens]."""
-
-    name: str
-    begins: np.ndarray
-
-
 class Claimed(NamedTuple):
     """What all of them say.
 
@@ -71,20 +64,20 @@ def read_claims(said: Mapping[str, Any], rows: int, tokens: int, layout: np.ndar
         if said.get(space) is not None:
             stored[key], padding = packed_params.stored(key, said.get(key), said[space], rows * tokens)
             real &= ~padding
-    claims = [] if layout is None else [Claim("layout", layout >= 0)]
+    claims: dict[str, np.ndarray] = {} if layout is None else {"layout": layout >= 0}
     for key in CUMULATIVE:
         if said.get(key) is not None:
-            claims.append(Claim(key, begins_of_cumulative(key, stored.get(key, said[key]), rows, tokens, real)))
+            claims[key] = begins_of_cumulative(key, stored.get(key, said[key]), rows, tokens, real)
     if mask is not None and mask.max(initial=0) > 1:
-        claims.append(Claim("attention_mask", _begins_of_numbers("attention_mask", mask, rows, tokens, real)))
+        claims["attention_mask"] = _begins_of_numbers("attention_mask", mask, rows, tokens, real)
     if said.get("seq_idx") is not None:
         numbers = like_tokens("seq_idx", said["seq_idx"], rows, tokens)
-        claims.append(Claim("seq_idx", _begins_of_numbers("seq_idx", numbers, rows, tokens, real)))
+        claims["seq_idx"] = _begins_of_numbers("seq_idx", numbers, rows, tokens, real)
     positions = _positions(said.get("position_ids"), rows, tokens, bool(claims) or not real.all())
     if positions is not None:
         there = changes(positions - np.arange(positions.size), tokens)
         # A piece of a document may begin at the very position behind what is stored before it.
-        claims.append(Claim("position_ids", there if layout is None else there | (layout > 0)))
+        claims["position_ids"] = there if layout is None else there | (layout > 0)
     begins = _agreed(claims, real, rows, tokens)
     if positions is not None:
         at = np.flatnonzero(begins & real)
@@ -92,11 +85,14 @@ def read_claims(said: Mapping[str, Any], rows: int, tokens: int, layout: np.ndar
     return Claimed(begins, real, mask is not None or bool(stored))
 
 
-def _agreed(claims: list[Claim], real: np.ndarray, rows: int, tokens: int) -> np.ndarray:
+def _agreed(claims: dict[str, np.ndarray], real: np.ndarray, rows: int, tokens: int) -> np.ndarray:
     """Where documents begin by all claims, bool [rows * tokens]; padding and the ends of rows cut in any case.
 
     Padding behind a document belongs to it, as far as attention goes: no real token sees it, and alone it would be a
     row of zeros in some models, whose gradient is no number.
+
+    Args:
+        claims: by description, the same of it alone.
     """
     edges = np.ones(rows * tokens, dtype=bool)
     edges[1:] = real[1:] & ~real[:-1]
@@ -109,15 +105,15 @@ def _agreed(claims: list[Claim], real: np.ndarray, rows: int, tokens: int) -> np
             f"attention_mask: row {int(runs[later][0]) // tokens} has several runs of real tokens; describe them by "
             "position_ids, cu_seqlens or a mask that numbers documents"
         )
-    for claim in claims:
-        if not claim.begins[runs[later]].all():
-            bad = int(runs[later][~claim.begins[runs[later]]][0])
+    for name, claim in claims.items():
+        if not claim[runs[later]].all():
+            bad = int(runs[later][~claim[runs[later]]][0])
             raise LayoutError(
                 f"there is padding before token {bad % tokens} of row {bad // tokens}, which by "
-                f"{claim.name} goes on with a document; padding may stand before and behind documents, not inside"
+                f"{name} goes on with a document; padding may stand before and behind documents, not inside"
             )
-    if claims and claims[0].name == "layout":
-        inside = edges & ~claims[0].begins
+    if "layout" in claims:
+        inside = edges & ~claims["layout"]
         if inside.any():
             bad = int(np.flatnonzero(inside)[0])
             what = f"the end of row {bad // tokens - 1}" if bad % tokens == 0 else "the end of padding"
@@ -125,7 +121,7 @@ def _agreed(claims: list[Claim], real: np.ndarray, rows: int, tokens: int) -> np
                 f"{what} (token {bad % tokens} of row {bad // tokens}) lies inside a document of the layout, which "
                 "must cut there"
             )
-    said = [(claim.name, (claim.begins | edges) & real) for claim in claims]
+    said = [(name, (claim | edges) & real) for name, claim in claims.items()]
     for name, begins in said[1:]:
         first, expected = said[0]
         if not np.array_equal(begins, expected):

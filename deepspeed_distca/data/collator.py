@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,7 +73,7 @@ class PackedSequenceCollator:
     def __init__(
         self, max_tokens: int | None = None, overflow: Overflow = "error", *, ignore_index: int = IGNORE_INDEX
     ) -> None:
-        one_of("overflow", overflow, get_args(Overflow))
+        one_of("overflow", overflow, Overflow)
         self.max_tokens = None if max_tokens is None else integer("max_tokens", max_tokens, 1)
         self.overflow = overflow
         self.ignore_index = int(ignore_index)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset, Sampler
@@ -126,7 +126,7 @@ def pack_documents(
         ValueError: a budget below 1, lengths that are negative or no integers, an unknown policy, or a
             document that is too long ("error").
     """
-    one_of("overflow", overflow, get_args(Overflow))
+    one_of("overflow", overflow, Overflow)
     integer("max_tokens", max_tokens, 1)
     lengths = integers("lengths", lengths, 0)
     order = np.arange(len(lengths)) if seed is None else np.random.default_rng(seed).permutation(len(lengths))

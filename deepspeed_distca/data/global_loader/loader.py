@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from deepspeed_distca.data.checks import check_state, one_of, plain
 from deepspeed_distca.data.global_loader.batches import Batch, Planner, StepBatches, Steps, divide_again
 from deepspeed_distca.data.global_loader.packer import Fill
-from deepspeed_distca.data.global_loader.placement import PLACEMENTS, Placement
+from deepspeed_distca.data.global_loader.placement import Placement
 from deepspeed_distca.data.global_loader.settings import read_settings, refuse
 from deepspeed_distca.data.packing import Overflow, PackingCounts
 from deepspeed_distca.data.sources import StreamedDocuments, read_source
@@ -110,7 +110,7 @@ class GlobalPackedLoader:
         self.rank, self.num_ranks = _ranks(rank, num_ranks)
         accumulation_steps, servers, balancing = read_settings(config, self.rank, self.num_ranks)
         integer("num_workers", num_workers)
-        one_of("placement", placement, PLACEMENTS)
+        one_of("placement", placement, Placement)
         if regroup is None:
             regroup = placement in ("whole", "free")
         for name, value in (("regroup", regroup), ("shuffle", shuffle), ("drop_last", drop_last)):

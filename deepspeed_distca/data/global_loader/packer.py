@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, islice
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -67,8 +67,8 @@ class GlobalPacker:
     ) -> None:
         if not capacities or min(capacities) < 1:
             raise ValueError(f"every group of ranks needs a token budget of at least 1 in total, got {capacities}")
-        one_of("fill", fill, get_args(Fill))
-        one_of("overflow", overflow, get_args(Overflow))
+        one_of("fill", fill, Fill)
+        one_of("overflow", overflow, Overflow)
         self.capacities = [int(n) for n in capacities]
         self.longest = min(self.capacities)
         self.fill, self.overflow, self.lookahead = fill, overflow, integer("lookahead", lookahead, 1)

@@ -106,7 +106,7 @@ def place(
         ValueError: lengths, budgets or weights that are no integers or out of range, more tokens than budgets hold, an
             unknown placement, or nodes of another number of ranks.
     """
-    one_of("placement", placement, PLACEMENTS)
+    one_of("placement", placement, Placement)
     lengths, budgets = integers("lengths of documents", lengths, 1), integers("budgets", budgets, 0)
     if not any(budgets):
         raise ValueError(f"budgets must not all be 0, got {budgets}")

@@ -17,7 +17,7 @@ from deepspeed_distca.attention_server.coordination.watch import Watch
 from deepspeed_distca.attention_server.exchange.choice import ExchangeKind, make_exchange
 from deepspeed_distca.attention_server.exchange.process_group import exchange_group
 from deepspeed_distca.attention_server.server import AttentionServer
-from deepspeed_distca.config import DistCAConfig
+from deepspeed_distca.config import DistCAConfig, DistCAConfigError
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.worth import PlanOptions
 
@@ -41,10 +41,38 @@ class Sharing:
     replicas: int
     shards: int = 1
 
+    @classmethod
+    def of_replicas(cls, said: Sequence[Sequence[int]], servers: int | None) -> Sharing:
+        """Consecutive replicas of the model share attention.
+
+        Args:
+            said: by rank, the ranks of its data-parallel group.
+            servers: how many share, a divisor of the replicas' number; None: all.
+
+        Raises:
+            DistCAConfigError: data-parallel groups that are not as DeepSpeed's tensor parallelism makes them.
+        """
+        of_shard = [list(ranks) for ranks in sorted({tuple(ranks) for ranks in said})]
+        mine, world = said[dist.get_rank()], len(said)
+        shards, servers = world // len(mine), servers or len(mine)
+        if of_shard != [list(range(shard, world, shards)) for shard in range(shards)]:
+            raise DistCAConfigError(
+                f"the data-parallel groups of the engine's mpu are {of_shard}; allowed: groups of equal size whose "
+                f"ranks are {shards} apart, as DeepSpeed's tensor parallelism makes them"
+            )
+        groups = [ranks[i : i + servers] for ranks in of_shard for i in range(0, len(ranks), servers)]
+        replica = list(mine).index(dist.get_rank())
+        return cls(groups, [list(range(world))], replica % servers, len(mine), shards)
+
     @property
     def servers(self) -> int:
         """How many share."""
         return len(self.groups[0])
+
+    @property
+    def own(self) -> list[int]:
+        """The global ranks of this rank's group of servers."""
+        return next(group for group in self.groups if dist.get_rank() in group)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,9 @@ from deepspeed_distca.config import (
     named_options,
     parse_config,
 )
-from deepspeed_distca.engine_runtime import PreparedDecoder, Runtime, heads_of, hooked, needs_of_turns
+from deepspeed_distca.engine_runtime import PreparedDecoder, Runtime, heads_of, hooked
 from deepspeed_distca.layout import Layout, LayoutError
+from deepspeed_distca.overlap import needs_of_turns
 from deepspeed_distca.pipeline.runtime import PipelineRuntime, PreparedPipeline, check_engine
 
 _ORIGINAL = "_distca_original"

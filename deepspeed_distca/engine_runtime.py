@@ -17,7 +17,6 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PreTrainedModel
 
-from deepspeed_distca import compat
 from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
 from deepspeed_distca.attention_server.coordination.hello import Meeting, machine
 from deepspeed_distca.attention_server.coordination.watch import Watch
@@ -41,10 +40,9 @@ from deepspeed_distca.huggingface.decoders import (
 from deepspeed_distca.huggingface.early_gradients import EarlyGradients
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.kept_layers import KeptLayers, memory_of
-from deepspeed_distca.huggingface.ping_pong import PingPong
-from deepspeed_distca.huggingface.twice_called import TwiceCalled
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.monitor import StepMonitor
+from deepspeed_distca.overlap import Overlap
 from deepspeed_distca.plan_options import of_first_layer, plan_options, weights_of_servers
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Choice
@@ -87,6 +85,8 @@ class Runtime:
         place: its number among the servers that share attention, and how many these are.
     """
 
+    _early_gradients: EarlyGradients | None
+
     def __init__(
         self, engine: DeepSpeedEngine, config: DistCAConfig, prepared: PreparedDecoder, meeting: Meeting
     ) -> None:
@@ -108,12 +108,17 @@ class Runtime:
         Raises:
             DistCAConfigError, UnsupportedModelError: see :func:`attach`.
         """
-        _check_engine(engine)
+        if sequence_parallel_size() > 1:
+            raise DistCAConfigError(
+                f"the `{BLOCK}` block cannot be combined with sequence parallelism (Ulysses, ALST); remove one of the "
+                "two"
+            )
         decoder = find_decoder(engine.module)
         modules = attention_modules(decoder)
         windows = attention_windows(modules)
         ranks = sorted(dist.get_process_group_ranks(engine.data_parallel_group))
-        heads = heads_of(decoder.config.get_text_config(), next(decoder.parameters()).dtype, _shards(ranks))
+        shards = dist.get_world_size() // len(ranks)
+        heads = heads_of(decoder.config.get_text_config(), next(decoder.parameters()).dtype, shards)
         dtype = attention_dtype(engine)
         if len(ranks) % (config.servers or 1):
             raise DistCAConfigError(
@@ -137,30 +142,20 @@ class Runtime:
     ) -> None:
         """Collective: makes the groups, and all that lives on them."""
         decoder, modules, windows, heads = prepared.decoder, prepared.modules, prepared.windows, prepared.heads
-        watch, choice = self._watch, said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
-        rank_groups = [list(ranks) for ranks in sorted({tuple(hello.own["ranks"]) for hello in meeting.hellos})]
-        mine = next(g for g in rank_groups if dist.get_rank() in g)
-        self._shards = _shards(mine)
-        if rank_groups != [list(range(s, dist.get_world_size(), self._shards)) for s in range(self._shards)]:
-            raise DistCAConfigError(
-                f"the data-parallel groups of the engine's mpu are {rank_groups}; allowed: groups of equal size whose "
-                f"ranks are {self._shards} apart, as DeepSpeed's tensor parallelism makes them"
-            )
-        servers = config.servers or len(mine)
-        server_groups = [g[i : i + servers] for g in rank_groups for i in range(0, len(g), servers)]
-        self.place = mine.index(dist.get_rank()) % servers, servers
-        weights = weights_of_servers(config.advanced.server_weights, len(mine), servers, mine.index(dist.get_rank()))
-        own_servers = next(group for group in server_groups if dist.get_rank() in group)
-        machines = {rank: meeting.hellos[rank].own["machine"] for rank in own_servers}
-        text_config = decoder.config.get_text_config()
-        options = plan_options(config, engine.device, text_config, weights, machines, self._shards)
+        choice = said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
+        sharing = Sharing.of_replicas([hello.own["ranks"] for hello in meeting.hellos], config.servers)
+        self.place, self._shards = (sharing.server, sharing.servers), sharing.shards
+        machines = {rank: meeting.hellos[rank].own["machine"] for rank in sharing.own}
+        replica = prepared.own["ranks"].index(dist.get_rank())
+        weights = weights_of_servers(config.advanced.server_weights, sharing.replicas, sharing.servers, replica)
+        options = plan_options(
+            config, engine.device, decoder.config.get_text_config(), weights, machines, sharing.shards
+        )
         built = build_server(
             engine,
             config,
-            Sharing(
-                server_groups, [list(range(dist.get_world_size()))], self.place[0], len(mine), shards=self._shards
-            ),
-            watch,
+            sharing,
+            self._watch,
             cost=choice.cost,
             options=options,
             windows=windows,
@@ -184,13 +179,7 @@ class Runtime:
                 probe=config.advanced.probe,
                 forget=functools.partial(forget_trace, engine),
             )
-        unweighted = config.token_weighted_loss and contract.weighting is None
-        if unweighted and "labels" in inspect.signature(decoder.forward).parameters and dist.get_rank() == 0:
-            print(
-                f"distca: the loss of {type(decoder).__name__} is no mean over tokens that could be weighted: it "
-                "stays as it is on every rank",
-                flush=True,
-            )
+        self._weigh_loss(contract)
         self._hooks = DecoderHooks(decoder, modules, self, contract=contract, weight_loss=config.token_weighted_loss)
         self._kept_layers = KeptLayers(
             0 if config.keep_attention is False else len(modules),
@@ -200,44 +189,45 @@ class Runtime:
             memory_of(engine.device) if config.keep_attention is None else None,
         )
         self._kept_said = 2 * len(modules) + 1 if config.keep_attention is None and dist.get_rank() == 0 else 0
-        weighted = config.token_weighted_loss and contract.weighting is not None
-        later = contract.weighting == "mean" or engine.gradient_accumulation_steps() > 1
-        self._early_gradients = EarlyGradients(decoder, self.failed) if weighted and later else None
         _RUNTIMES[decoder] = weakref.ref(self)
         self._forward_end = decoder.register_forward_hook(torch.compiler.disable(self._forward_over))
         for name, phase in (("backward", "backward"), ("step", "optimizer step")):
             self._follow(name, phase)
         # An engine that is dropped takes its watch along.
         weakref.finalize(engine, self._watch.close).atexit = False
-        self._ping_pong: PingPong | None = None
-        self._twice_called: TwiceCalled | None = None
-        # Between nodes the tasks at home do not hide all that travels (docs/nodes.md).
-        over_nodes = config.overlap is None and options.nodes is not None
-        if config.overlap == "ping_pong":
-            self._take_turns(contract, modules, asked=True)
-        elif over_nodes and servers == len(mine):
-            try:
-                compat.check(*needs_of_turns(engine))
-                self._take_turns(contract, modules, asked=False)
-            except (compat.CompatError, UnsupportedModelError, DistCAConfigError) as error:
-                self._stays_whole(str(error))
+        several_nodes = options.nodes is not None and sharing.servers == sharing.replicas
+        self._overlap = Overlap(engine, decoder, modules, contract, config.overlap, tries_two=several_nodes)
         self._monitor = StepMonitor(engine, lambda: self.server.planned, dist.get_rank())
         if dist.get_rank() == 0:
-            # Printed, not logged: DeepSpeed's logger shows warnings only, and without this line a run that ignores the
-            # block looks like one that honours it.
             try:
                 kernel = choose_kernel(config.kernel, heads, engine.device, attention_dtype(engine), windows[0]).name
             except KernelError as error:
                 kernel = f"none that fits ({error})"
-            nodes = describe_nodes(options, choice.cost)
-            overlap = "ping_pong" if self._ping_pong is not None else config.overlap or "local_first"
+            # Printed, not logged: DeepSpeed's logger shows warnings only, and without this line a run that ignores the
+            # block looks like one that honours it.
             print(
                 f"distca: {len(modules)} attention layers of {type(decoder).__name__}{_describe_windows(windows)} "
-                f"over {servers} attention servers in {len(server_groups)} group(s){nodes}; kernel {kernel}, overlap "
-                f"{overlap}, exchange {built.exchange}, cost model {choice.source} ("
-                f"{heads.query}/{heads.key_value} heads of {heads.head_dim}), tolerance {config.advanced.tolerance:g}",
+                f"over {sharing.servers} attention servers in {len(sharing.groups)} group(s)"
+                f"{describe_nodes(options, choice.cost)}; kernel {kernel}, overlap {self._overlap.name}, exchange "
+                f"{built.exchange}, cost model {choice.source} ({heads.query}/{heads.key_value} heads of "
+                f"{heads.head_dim}), tolerance {config.advanced.tolerance:g}",
                 flush=True,
             )
+
+    def _weigh_loss(self, contract: Contract) -> None:
+        """Prepares for a loss that is weighted over ranks and micro-batches, or says that it cannot be."""
+        decoder, self._early_gradients = self._decoder, None
+        if not self.config.token_weighted_loss:
+            return
+        if contract.weighting is None:
+            if "labels" in inspect.signature(decoder.forward).parameters and dist.get_rank() == 0:
+                print(
+                    f"distca: the loss of {type(decoder).__name__} is no mean over tokens that could be weighted: it "
+                    "stays as it is on every rank",
+                    flush=True,
+                )
+        elif contract.weighting == "mean" or self._engine.gradient_accumulation_steps() > 1:
+            self._early_gradients = EarlyGradients(decoder, self.failed)
 
     @property
     def stats(self) -> StepStatistics:
@@ -253,7 +243,7 @@ class Runtime:
     @property
     def planner(self) -> MicroBatchPlanner:
         """Plans micro-batches as this engine does: for ``GlobalPackedLoader.plan_ahead``."""
-        return self.server.planner(in_two=self._ping_pong is not None and self._ping_pong.problem is None)
+        return self.server.planner(in_two=self._overlap.in_two)
 
     def request(self, given: MicroBatch | Exception, device: torch.device) -> PlanRequest:
         """See ``huggingface.adapter.Planner``."""
@@ -261,7 +251,7 @@ class Runtime:
         if isinstance(given, MicroBatch):
             tokens = given.layout.tokens
             mine = int(tokens[self.place[0] if len(tokens) > 1 else 0])
-            in_two = given.in_two and self._ping_pong is not None and self._ping_pong.ready
+            in_two = given.in_two and self._overlap.ready
             given = replace(given, kept_layers=self._kept_layers.affordable(mine), in_two=in_two)
         request = self.server.request(given, device)
         if isinstance(given, Exception):
@@ -284,13 +274,7 @@ class Runtime:
         """See ``huggingface.adapter.Planner``."""
         self._kept_layers.note(kept, kept.wanted > 0)
         self.server.note_kept(len(kept))
-        turns = self._ping_pong
-        if turns is not None and self.config.overlap is None:
-            if self._engine.is_compiled:
-                turns.problem = "compiled graphs end where a forward is divided"
-            # A forward that was divided needs the hooks until its backward: the next one is whole.
-            if turns.problem is not None and not turns.split:
-                self._stays_whole(turns.problem)
+        self._overlap.forward_over()
         if kept.wanted and self._kept_layers.measured and 2 * len(kept) < self._kept_said:
             self._kept_said = len(kept)  # and again when it is less than half of that
             print(
@@ -302,29 +286,6 @@ class Runtime:
     def failed(self, error: BaseException) -> None:
         """See ``huggingface.adapter.Planner``."""
         self._watch.failed(error)
-
-    def _take_turns(self, contract: Contract, modules: list[torch.nn.Module], *, asked: bool) -> None:
-        """Training micro-batches may run as two nano-batches."""
-        ping_pong = PingPong(self._decoder, modules, contract, asked=asked)
-        try:
-            if self._engine.zero_optimization_stage() == 3:
-                self._twice_called = TwiceCalled(self._engine.module, ping_pong)
-        except DistCAConfigError:
-            ping_pong.remove()
-            raise
-        self._ping_pong = ping_pong
-
-    def _stays_whole(self, reason: str) -> None:
-        """Gives two nano-batches up, which nobody asked for, and says why."""
-        for part in (self._ping_pong, self._twice_called):
-            if part is not None:
-                part.remove()
-        self._ping_pong = self._twice_called = None
-        if dist.get_rank() == 0:
-            print(
-                f'distca: `overlap` is "local_first", where "ping_pong" would hide more over nodes: {reason}',
-                flush=True,
-            )
 
     def _forward_over(self, model: torch.nn.Module, args: Any, output: Any) -> None:
         if model is self._decoder:  # not a copy, which brought this hook along
@@ -358,14 +319,9 @@ class Runtime:
             del _RUNTIMES[self._decoder]
         self._hooks.remove()
         self._monitor.remove()
-        for part in (self._ping_pong, self._twice_called, self._early_gradients):
-            if part is not None:
-                part.remove()
-
-
-def needs_of_turns(engine: DeepSpeedEngine) -> list[compat.Need]:
-    """What two nano-batches need of names that are not public."""
-    return ["ping_pong", "ping_pong_zero_3"] if engine.zero_optimization_stage() == 3 else ["ping_pong"]
+        self._overlap.remove()
+        if self._early_gradients is not None:
+            self._early_gradients.remove()
 
 
 def _describe_windows(windows: list[int | None]) -> str:
@@ -388,11 +344,6 @@ def _first_check_kept(engine: DeepSpeedEngine) -> Iterator[None]:
     finally:
         if check is not None:
             engine.first_dataloader_check = check
-
-
-def _shards(data_parallel: list[int]) -> int:
-    """Ranks that hold one replica of the model among them, by one of the data-parallel groups."""
-    return dist.get_world_size() // len(data_parallel)
 
 
 def heads_of(config: Any, dtype: torch.dtype, shards: int = 1) -> Heads:
@@ -431,12 +382,3 @@ def heads_of(config: Any, dtype: torch.dtype, shards: int = 1) -> Heads:
         value_dim=getattr(config, "v_head_dim", None),
         element_size=dtype.itemsize,
     )
-
-
-def _check_engine(engine: DeepSpeedEngine) -> None:
-    refused = {
-        "sequence parallelism (Ulysses, ALST)": sequence_parallel_size() > 1,
-    }
-    for what, found in refused.items():
-        if found:
-            raise DistCAConfigError(f"the `{BLOCK}` block cannot be combined with {what}; remove one of the two")

@@ -19,6 +19,7 @@ LAYERS = (
     ("attention_server", "plan_options"),
     ("data", "profiling", "monitor", "cost_choice"),
     ("huggingface", "building"),
+    ("overlap",),
     ("pipeline", "engine_runtime"),
     ("engine_hooks",),
     ("__init__",),

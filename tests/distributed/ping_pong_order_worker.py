@@ -57,7 +57,7 @@ class _Log:
     @contextmanager
     def of(self, engine) -> Iterator[None]:
         """While it lasts everything is recorded."""
-        cut = engine.distca._ping_pong
+        cut = engine.distca._overlap.ping_pong
         handles = []
         for module in engine.module.model.layers.modules():
             if isinstance(module, torch.nn.Linear):

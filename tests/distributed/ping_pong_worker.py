@@ -166,7 +166,7 @@ def train_once(
     expected_loss, expected = reference(tiny_llama(seed, **options), batches)
     engine = engine_of(zero, len(layouts), checkpointing, seed, frozen, options, servers=servers, **(block or {}))
     if dist.get_rank() in unable:
-        engine.distca._ping_pong.problem = "there is none"
+        engine.distca._overlap.ping_pong.problem = "there is none"
     if room is not None:
         engine.distca._kept_layers.affordable = lambda tokens: room + dist.get_rank()
     parts = [rank_batch(d, layout, servers) for d, layout in zip(batches, layouts, strict=True)]
@@ -204,7 +204,7 @@ def train_once(
 
 def split(engine) -> bool:
     """Whether the last training forward was in two nano-batches."""
-    ping_pong = engine.distca._ping_pong
+    ping_pong = engine.distca._overlap.ping_pong
     return ping_pong is not None and ping_pong.split
 
 
@@ -286,7 +286,7 @@ def _family(name: str, seed: int, zero: int, checkpointing: bool) -> dict:
     dist.all_reduce(total)
     return {
         "name": name,
-        "split": engine.distca._ping_pong.split,
+        "split": engine.distca._overlap.ping_pong.split,
         "loss_error": abs(float(total) / dist.get_world_size() - expected_loss),
         "gradient_error": error,
         "parameter": parameter,
@@ -325,7 +325,7 @@ def refusals() -> dict:
     for _ in range(2):
         engine.backward(engine(**batch).loss)
         engine.step()
-        found["splits afterwards"].append(engine.distca._ping_pong.split)
+        found["splits afterwards"].append(engine.distca._overlap.ping_pong.split)
 
     plain = deepspeed.initialize(model=tiny_llama(), config=ds_config(3, 1, None))[0]
     engine = engine_of(3)
@@ -379,7 +379,7 @@ def outputs() -> dict:
     found, split = [], []
     for _ in range(2):
         output = engine(**batch, output_hidden_states=True, output_router_logits=True)
-        split.append(engine.distca._ping_pong.split)
+        split.append(engine.distca._overlap.ping_pong.split)
         engine.backward(output.loss)
         engine.step()
         found.append(output)
@@ -405,7 +405,7 @@ def autocast() -> dict:
             engine.backward(loss)
             engine.step()
         found[overlap_name] = float(loss.detach())
-    return {**found, "split": engine.distca._ping_pong.split}
+    return {**found, "split": engine.distca._overlap.ping_pong.split}
 
 
 def operations(

@@ -149,7 +149,7 @@ def train(
             run.losses.append(float(total) / world)
             if distca is not None:
                 run.moved = run.moved and distca.stats.bytes_moved > 0
-                run.in_two += distca._ping_pong is not None and distca._ping_pong.split
+                run.in_two += distca._overlap.ping_pong is not None and distca._overlap.ping_pong.split
                 run.kept = distca.stats.kept_layers
         return run
     finally:

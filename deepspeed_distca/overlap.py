@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from deepspeed_distca import compat
 from deepspeed_distca.config import DistCAConfigError
-from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
 from deepspeed_distca.huggingface.contract import Contract
+from deepspeed_distca.huggingface.decoders import UnsupportedModelError
 from deepspeed_distca.huggingface.ping_pong import PingPong
 from deepspeed_distca.huggingface.twice_called import TwiceCalled
 

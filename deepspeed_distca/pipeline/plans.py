@@ -20,8 +20,8 @@ from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.pipeline.batches import over_grid
-from deepspeed_distca.pipeline.schedule import Tick
 from deepspeed_distca.scheduler.heads import Heads
+from deepspeed_distca.scheduler.ticks import Tick
 
 
 @dataclass(frozen=True)

@@ -5,34 +5,17 @@ DeepSpeed's 1F1B schedule lets odd stages do backward while even ones do forward
 the attention of all stages could be shared. Here time is cut into ticks that all stages go through together. A stage
 without a micro-batch in a tick (while the pipeline fills and drains) has a *serve* instruction in the place of its
 forward or backward: its rank takes part in the exchange of every layer with no rows of its own.
-
-Cycle c = 0 .. m + 2 (S - 1) - 1 holds a forward tick while c < m + S - 1, in which stage s has micro-batch c - s, and
-a backward tick once c >= S - 1, in which it has micro-batch c - (2 (S - 1) - s): m + S - 1 ticks of either phase, as
-many as 1F1B takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from deepspeed.runtime.pipe import schedule as ds
 
 from deepspeed_distca.compat.deepspeed import buffer_of, has_stage
 from deepspeed_distca.scheduler.cost_model import Phase
-
-
-@dataclass(frozen=True)
-class Tick:
-    """One tick of the whole pipeline.
-
-    Attributes:
-        phase: what all stages do.
-        micro_batches: by stage, the micro-batch it has; None where it has none and serves.
-    """
-
-    phase: Phase
-    micro_batches: tuple[int | None, ...]
+from deepspeed_distca.scheduler.ticks import Tick, training_ticks
 
 
 class ServeForward(ds.PipeInstruction):
@@ -41,17 +24,6 @@ class ServeForward(ds.PipeInstruction):
 
 class ServeBackward(ds.PipeInstruction):
     """Compute attention of other stages' backward passes; this stage has no micro-batch in the tick."""
-
-
-def training_ticks(micro_batches: int, stages: int) -> list[Tick]:
-    """The ticks of a training batch, in order."""
-    ticks = []
-    for cycle in range(micro_batches + 2 * (stages - 1)):
-        if cycle < micro_batches + stages - 1:
-            ticks.append(_tick("forward", [cycle - s for s in range(stages)], micro_batches))
-        if cycle >= stages - 1:
-            ticks.append(_tick("backward", [cycle - (2 * (stages - 1) - s) for s in range(stages)], micro_batches))
-    return ticks
 
 
 def passes(schedule: ds.PipeSchedule) -> list[Tick]:
@@ -138,7 +110,3 @@ class SamePhaseEvaluation(_TickSchedule):
     def num_pipe_buffers(self) -> int:
         """Two, as in DeepSpeed's own."""
         return 2
-
-
-def _tick(phase: Phase, ids: list[int], micro_batches: int) -> Tick:
-    return Tick(phase, tuple(i if 0 <= i < micro_batches else None for i in ids))

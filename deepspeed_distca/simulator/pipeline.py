@@ -14,26 +14,12 @@ import numpy as np
 
 from deepspeed_distca.layout import DOCUMENT, RANK, Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, Phase
+from deepspeed_distca.scheduler.ticks import training_ticks
 from deepspeed_distca.scheduler.worth import two_pay
 from deepspeed_distca.simulator.step import Loads, Training, planner, plugin
 
 #: Of the output layer's time, what belongs to each phase: backward has twice the products.
 _OUTPUT = {"forward": 1 / 3, "backward": 2 / 3}
-
-
-def ticks(micro_batches: int, stages: int) -> list[tuple[Phase, list[int | None]]]:
-    """The same-phase schedule: each tick's phase, and by stage the micro-batch that it has."""
-    found: list[tuple[Phase, list[int | None]]] = []
-    for cycle in range(micro_batches + 2 * (stages - 1)):
-        starts: dict[Phase, list[int]] = {
-            "forward": [cycle - s for s in range(stages)],
-            "backward": [cycle - 2 * (stages - 1) + s for s in range(stages)],
-        }
-        for phase in PHASES:
-            has = [i if 0 <= i < micro_batches else None for i in starts[phase]]
-            if any(i is not None for i in has):
-                found.append((phase, has))
-    return found
 
 
 def one_forward_one_backward(training: Training, made: Sequence[tuple[Loads, int]]) -> float:
@@ -75,13 +61,13 @@ def same_phase(training: Training, batches: Sequence[Layout]) -> tuple[float, di
     tokens, stages, replicas = int(batches[0].tokens.max()), training.stages, batches[0].num_ranks
     windows, hop, output = training.model.windows, _hop(training, tokens), training.output() * tokens
     every = [
-        (phase, has, _side_by_side([None if i is None else batches[i] for i in has]))
-        for phase, has in ticks(len(batches), stages)
+        (tick, _side_by_side([None if i is None else batches[i] for i in tick.micro_batches]))
+        for tick in training_ticks(len(batches), stages)
     ]
     in_two = training.overlap == "ping_pong" and two_pay(
         (
-            (planner(training, layout, window, phase, in_two=True), windows[window] // stages)
-            for phase, _, layout in every
+            (planner(training, layout, window, tick.phase, in_two=True), windows[window] // stages)
+            for tick, layout in every
             for window in windows
         ),
         training.options.min_gain,
@@ -89,7 +75,8 @@ def same_phase(training: Training, batches: Sequence[Layout]) -> tuple[float, di
     clock = np.zeros((stages, replicas))
     done: dict[tuple[Phase, int, int], np.ndarray] = {}
     sent, parts, middle = 0.0, {"attention": 0.0, "exchange": 0.0}, Loads()
-    for phase, has, layout in every:
+    for tick, layout in every:
+        phase, has = tick.phase, tick.micro_batches
         loads = plugin(training, layout, (phase,), in_two=in_two)
         takes = np.zeros((stages, replicas))
         for (window, _), load in loads.items():

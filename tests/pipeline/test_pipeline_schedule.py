@@ -12,8 +12,8 @@ from deepspeed_distca.pipeline.schedule import (
     SamePhaseSchedule,
     ServeBackward,
     ServeForward,
-    training_ticks,
 )
+from deepspeed_distca.scheduler.ticks import training_ticks
 
 STAGES, MICRO_BATCHES = range(1, 9), range(1, 33)
 COMPUTE = {

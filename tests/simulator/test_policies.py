@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies and pipelines of the simulator: against counting, the real schedule, and what was measured."""
+"""Policies and pipelines of the simulator: against counting, and what was measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from deepspeed_distca.huggingface.kept_layers import _MARGIN
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.pipeline.schedule import training_ticks
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel, Phase
 from deepspeed_distca.scheduler.routes import RouteCompiler
 from deepspeed_distca.scheduler.topology import Topology
@@ -20,7 +19,7 @@ from deepspeed_distca.scheduler.worth import IN_TWO, PLAIN_HOST, Worth, seconds_
 from deepspeed_distca.simulator import policies
 from deepspeed_distca.simulator.documents import micro_batches
 from deepspeed_distca.simulator.model import LLAMA_3_8B, Model, training_options
-from deepspeed_distca.simulator.pipeline import one_forward_one_backward, same_phase, ticks
+from deepspeed_distca.simulator.pipeline import one_forward_one_backward, same_phase
 from deepspeed_distca.simulator.policies import IDEAL, OURS, PARTS, PLACED, PLAIN, outcomes, shared
 from deepspeed_distca.simulator.step import FREE, MEMORY, Load, Training, plain, planner, plugin, seconds
 
@@ -262,13 +261,6 @@ def test_ulysses_has_no_more_ranks_than_heads() -> None:
     setting = replace(training(), model=few, cost=CostModel.fitted(few.heads))
     names = {one.name: one.degree for one in outcomes(setting, batches(1), TOKENS)}
     assert names["Ulysses"] == 2 and outcomes(setting, batches(1, context=4 * TOKENS), 4 * TOKENS)[3].name == OURS
-
-
-def test_ticks_are_the_schedules() -> None:
-    for stages in range(1, 6):
-        for count in range(1, 8):
-            own = [(tick.phase, list(tick.micro_batches)) for tick in training_ticks(count, stages)]
-            assert ticks(count, stages) == own
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (2, 5), (4, 8)])

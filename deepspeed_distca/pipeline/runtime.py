@@ -226,8 +226,6 @@ class PipelineRuntime:
     def detach(self) -> None:
         """Gives the engine its own methods back; ``engine.distca`` stays, out of use, until the plugin is attached
         anew. To be called on all ranks."""
-        if self.detached:
-            return
         self.detached = True
         self._watch.close()
         restore_schedule(self._engine)
@@ -325,7 +323,7 @@ class PipelineRuntime:
                     f"the first and the last stage of replica {replica} loaded different micro-batches; their loaders "
                     "must yield the same ones in the same order, divided by data-parallel rank, not by global rank"
                 )
-        replicas = [from_message(message, micro_batches) for message in first]
+        replicas = [from_message(message) for message in first]
         groups = {
             start: [merge([replicas[d][m] for d in range(start, start + t.replicas)]) for m in range(micro_batches)]
             for start in range(0, t.all_replicas, t.replicas)

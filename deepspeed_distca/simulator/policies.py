@@ -170,7 +170,7 @@ def by_work(training: Training, batches: Sequence[Layout], degree: int) -> list[
     room = int(ROOM * int(batches[0].tokens.max())) * degree
     if training.stages > 1:
         every = _dealt(training, np.concatenate(documents), groups * len(batches), room, degree)
-        return every and [every[i : i + groups] for i in range(0, len(every), groups)]
+        return None if every is None else [every[i : i + groups] for i in range(0, len(every), groups)]
     found = [_dealt(training, lengths, groups, room, degree) for lengths in documents]
     whole = [dealt for dealt in found if dealt is not None]
     return whole if len(whole) == len(found) else None

@@ -72,6 +72,8 @@ COLUMNS = {
     "levels_planning_ms": "planning ms",
     "balance_forward": "chosen: balance forward",
     "balance_backward": "backward",
+    "granule_forward": "granule forward",
+    "granule_backward": "backward",
     "across_mib": "across",
     "worst_nic_mib": "worst NIC",
     "own_nic_mib": "of its own",
@@ -129,7 +131,7 @@ def row(layout: Layout, topology: Topology) -> dict[str, float]:
         )
         (halved, _), ms = timed(partial(in_two.spread, at_home))
         found["planning_ms"] += ms
-        found[f"balance_{phase}"] = halved.balance
+        found[f"balance_{phase}"], found[f"granule_{phase}"] = halved.balance, worth.granule()
         compiler = RouteCompiler(layout, halved.rows, topology)
         moved[""] += sum(compiler.bytes_between(cost.heads, phase))
         by_one = RouteCompiler(layout, halved.rows, topology, RelayRule(carried_rows=2**40))

@@ -201,7 +201,7 @@ class Worth:
         for granules in (1, 2) if self._frugal else ():
             # A granule of a long document may be more than the tolerance, and each level may leave one.
             if found == math.inf:
-                allowed = tolerance + granules * self._granule()
+                allowed = tolerance + granules * self.granule()
                 found = weigh(self._by_levels(allowed, nodes))
         if has_prospects(tolerance, _FLAT_GAIN):
             weigh(self._balanced(tolerance), _FLAT_GAIN)
@@ -254,11 +254,12 @@ class Worth:
         than twice as much, in small micro-batches. There one cut comes as near as any, and further ranges that make up
         for what is left cost more, in messages and calls of the kernel, than they save. A tolerance of 0 is kept.
         """
-        half = self._granule() / 2
+        half = self.granule() / 2
         return half if half > 2 * self._options.tolerance > 0 else self._options.tolerance
 
-    def _granule(self) -> float:
-        """What the last granule of the longest document takes, as a share of the mean load."""
+    def granule(self) -> float:
+        """What the last granule of the longest document takes, as a share of the mean load: no plan by levels can be
+        relied on to come nearer to balance."""
         rows = self.home.rows
         ends = rows[:, K_END] - rows[:, K_START] if self._layout.has_trees else rows[:, Q_END]
         last = int(ends.max(initial=0))

@@ -32,7 +32,7 @@ from svg import RANKS, Drawing
 
 from deepspeed_distca.defaults import GRANULARITY, MIN_GAIN, TOLERANCE
 from deepspeed_distca.layout import DOCUMENT, PIECE_END, RANK, Layout
-from deepspeed_distca.plan_options import linear_flops
+from deepspeed_distca.model_sizes import linear_flops
 from deepspeed_distca.scheduler.cost_model import PHASES, UNITS_PER_SECOND, CostModel, Phase
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Setting, choose

@@ -29,7 +29,7 @@ from workloads.sampling import layouts
 from deepspeed_distca.data.global_loader.placement import PLACEMENTS, place
 from deepspeed_distca.defaults import GRANULARITY, MIN_GAIN, TOLERANCE
 from deepspeed_distca.layout import DOCUMENT, LENGTH, Layout
-from deepspeed_distca.plan_options import linear_flops
+from deepspeed_distca.model_sizes import linear_flops
 from deepspeed_distca.scheduler import CostModel
 from deepspeed_distca.scheduler.cost_model import PHASES
 from deepspeed_distca.scheduler.routes import RouteCompiler

@@ -31,7 +31,7 @@ from deepspeed_distca.data.global_loader.batches import StepBatches
 from deepspeed_distca.data.packing import Piece
 from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.layout import LENGTH, Layout
-from deepspeed_distca.plan_options import linear_flops
+from deepspeed_distca.model_sizes import linear_flops
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 from deepspeed_distca.scheduler.heads import Heads
 

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 from deepspeed_distca.defaults import GRANULARITY, MIN_GAIN, TOLERANCE
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.plan_options import linear_flops
+from deepspeed_distca.model_sizes import linear_flops
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Profile, Setting, choose

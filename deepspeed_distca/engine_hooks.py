@@ -36,8 +36,9 @@ from deepspeed_distca.config import (
     named_options,
     parse_config,
 )
-from deepspeed_distca.engine_runtime import PreparedDecoder, Runtime, heads_of, hooked
+from deepspeed_distca.engine_runtime import PreparedDecoder, Runtime, hooked
 from deepspeed_distca.layout import Layout, LayoutError
+from deepspeed_distca.model_sizes import heads_of
 from deepspeed_distca.overlap import needs_of_turns
 from deepspeed_distca.pipeline.runtime import PipelineRuntime, PreparedPipeline, check_engine
 
@@ -157,7 +158,7 @@ def _prepare(engine: DeepSpeedEngine, options: DistCAConfig) -> PreparedDecoder 
     if not isinstance(engine, PipelineEngine):
         return Runtime.prepare(engine, options)
     check_engine(engine)
-    heads = heads_of(engine.module.config, next(engine.module.parameters()).dtype)
+    heads = heads_of(engine.module.config, next(engine.module.parameters()).dtype.itemsize)
     return PipelineRuntime.prepare(engine, options, heads)
 
 

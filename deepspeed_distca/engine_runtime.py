@@ -32,7 +32,6 @@ from deepspeed_distca.cost_choice import choose_kernel, cost_to_say, own_cost_mo
 from deepspeed_distca.huggingface.adapter import DecoderHooks
 from deepspeed_distca.huggingface.contract import Contract, find_contract
 from deepspeed_distca.huggingface.decoders import (
-    UnsupportedModelError,
     attention_modules,
     attention_windows,
     find_decoder,
@@ -41,9 +40,10 @@ from deepspeed_distca.huggingface.early_gradients import EarlyGradients
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.kept_layers import KeptLayers, memory_of
 from deepspeed_distca.layout import Layout
+from deepspeed_distca.model_sizes import heads_of
 from deepspeed_distca.monitor import StepMonitor
 from deepspeed_distca.overlap import Overlap
-from deepspeed_distca.plan_options import of_first_layer, plan_options, weights_of_servers
+from deepspeed_distca.plan_options import plan_options, weights_of_servers
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Choice
 
@@ -118,7 +118,7 @@ class Runtime:
         windows = attention_windows(modules)
         ranks = sorted(dist.get_process_group_ranks(engine.data_parallel_group))
         shards = dist.get_world_size() // len(ranks)
-        heads = heads_of(decoder.config.get_text_config(), next(decoder.parameters()).dtype, shards)
+        heads = heads_of(decoder.config.get_text_config(), next(decoder.parameters()).dtype.itemsize, shards)
         dtype = attention_dtype(engine)
         if len(ranks) % (config.servers or 1):
             raise DistCAConfigError(
@@ -344,41 +344,3 @@ def _first_check_kept(engine: DeepSpeedEngine) -> Iterator[None]:
     finally:
         if check is not None:
             engine.first_dataloader_check = check
-
-
-def heads_of(config: Any, dtype: torch.dtype, shards: int = 1) -> Heads:
-    """The attention heads of a rank, as a HuggingFace decoder's configuration describes them.
-
-    Args:
-        shards: ranks among which they are divided (tensor parallelism). Those of the rank with the most: the same on
-            all of them, so that they make the same plans.
-
-    Raises:
-        UnsupportedModelError: it does not, or there are fewer than ranks.
-    """
-    config = of_first_layer(config)
-    query = getattr(config, "num_attention_heads", None)
-    if query is None:
-        raise UnsupportedModelError(
-            f"the configuration of {config.model_type} does not say how many attention heads there are "
-            "(num_attention_heads). Set `distca.enabled` to false for this model"
-        )
-    key_value = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // query
-    if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention: every head has its own keys
-        key_value, head_dim = query, config.qk_nope_head_dim + config.qk_rope_head_dim
-    key_value = key_value or query
-    if key_value < shards:
-        raise UnsupportedModelError(
-            f"{shards} tensor-parallel ranks share {key_value} key/value heads, so that some have none and no part in "
-            f"attention; choose a `tensor_parallel.autotp_size` of at most {key_value}, or set `distca.enabled` to "
-            "false"
-        )
-    most = -(-key_value // shards)
-    return Heads(
-        query=query * most // key_value,
-        key_value=most,
-        head_dim=head_dim,
-        value_dim=getattr(config, "v_head_dim", None),
-        element_size=dtype.itemsize,
-    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.defaults import MIN_GAIN
+from deepspeed_distca.model_sizes import linear_flops
 from deepspeed_distca.scheduler.shares import MAX_WEIGHT
 from deepspeed_distca.scheduler.topology import Topology
 from deepspeed_distca.scheduler.worth import PlanOptions
@@ -72,25 +73,3 @@ def weights_of_servers(given: Sequence[int] | None, ranks: int, servers: int, ra
             f"for each of the {ranks} data-parallel ranks, not all 0 among the {servers} ranks that share their work"
         )
     return tuple(groups[rank // servers]) if servers > 1 else None
-
-
-def linear_flops(model: Any) -> int:
-    """Floating-point operations of a decoder layer's linear work in forward, for a token: projections of attention,
-    and a gated feed-forward part, of which a token goes through the experts that it is given to. An estimate from the
-    configuration's sizes; weights may be elsewhere (ZeRO-3)."""
-    model = of_first_layer(model)
-    hidden, query = model.hidden_size, model.num_attention_heads
-    head_dim = getattr(model, "head_dim", None) or hidden // query
-    key_value = getattr(model, "num_key_value_heads", None) or query
-    experts = getattr(model, "num_experts_per_tok", None)
-    wide = getattr(model, "intermediate_size", None) or 4 * hidden
-    if isinstance(wide, list | tuple):  # one for each layer
-        wide = sum(wide) // len(wide)
-    if experts:
-        wide = experts * (getattr(model, "moe_intermediate_size", None) or wide)
-    return 2 * hidden * (2 * (query + key_value) * head_dim + 3 * wide)
-
-
-def of_first_layer(model: Any) -> Any:
-    """A configuration's sizes; of the first layer, where layers have different ones (Gemma 4)."""
-    return model.per_layer_config[0] if getattr(model, "is_heterogeneous", False) else model

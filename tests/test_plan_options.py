@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.plan_options import linear_flops, plan_options
+from deepspeed_distca.model_sizes import linear_flops
+from deepspeed_distca.plan_options import plan_options
 from deepspeed_distca.scheduler import worth
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel, MovingCost

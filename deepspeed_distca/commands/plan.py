@@ -18,7 +18,7 @@ from deepspeed_distca.commands.shared import MAX_RANKS, integer_list, write_html
 from deepspeed_distca.defaults import GRANULARITY, MIN_GAIN, TOLERANCE
 from deepspeed_distca.given import shown
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.plan_options import linear_flops
+from deepspeed_distca.model_sizes import linear_flops
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel
 from deepspeed_distca.scheduler.digest import digest

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deepspeed_distca.compat.transformers import can_choose_attention, has_recurrent_state
+from deepspeed_distca.model_sizes import UnsupportedModelError as UnsupportedModelError
 
 #: What to do with a model that is refused.
 DISABLE = "Set `distca.enabled` to false for this model"
@@ -25,10 +26,6 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 #: selects or compresses keys may take all of them in a short row.
 _TRIED_LAYERS = {*_ATTENTION_LAYERS, "linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-
-
-class UnsupportedModelError(ValueError):
-    """A model, or an argument of its forward, whose attention the plugin cannot honour exactly."""
 
 
 def find_decoder(model: nn.Module) -> PreTrainedModel:

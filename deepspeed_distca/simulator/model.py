@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from deepspeed_distca.config import parse_config
-from deepspeed_distca.plan_options import linear_flops, of_first_layer, plan_options
+from deepspeed_distca.model_sizes import heads_of, linear_flops, of_first_layer
+from deepspeed_distca.plan_options import plan_options
 from deepspeed_distca.scheduler.cost_model import Phase
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.worth import PlanOptions
@@ -85,11 +86,9 @@ class Model:
         if missing:
             raise ValueError(f"the model's configuration has no {', '.join(missing)}; a decoder's config.json has")
         sizes = of_first_layer(SimpleNamespace(**given))
-        query = sizes.num_attention_heads
-        key_value = getattr(sizes, "num_key_value_heads", None) or query
-        heads = Heads(query, key_value, getattr(sizes, "head_dim", None) or sizes.hidden_size // query)
+        heads = heads_of(sizes)
         layers, hidden, flops = given["num_hidden_layers"], sizes.hidden_size, linear_flops(sizes)
-        projections = hidden * 2 * (query + key_value) * heads.head_dim
+        projections = hidden * 2 * (heads.query + heads.key_value) * heads.head_dim
         wide = (flops // 2 - projections) // (3 * hidden)
         vocabulary = int(given.get("vocab_size") or 0)
         active = getattr(sizes, "num_experts_per_tok", None)

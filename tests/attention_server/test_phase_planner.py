@@ -20,7 +20,8 @@ from deepspeed_distca.attention_server.coordination.agreement import GlobalMicro
 from deepspeed_distca.attention_server.phase_planner import MicroBatchPlanner, PhasePlanner, PlannedPhase
 from deepspeed_distca.config import parse_config
 from deepspeed_distca.layout import Layout, Segment
-from deepspeed_distca.plan_options import linear_flops, plan_options
+from deepspeed_distca.model_sizes import linear_flops
+from deepspeed_distca.plan_options import plan_options
 from deepspeed_distca.scheduler.balance import balance
 from deepspeed_distca.scheduler.cost_model import CostModel, MovingCost
 from deepspeed_distca.scheduler.heads import Heads

@@ -17,7 +17,7 @@ from deepspeed_distca.attention_server.phase_planner import PhasePlanner
 from deepspeed_distca.cli import main
 from deepspeed_distca.defaults import GRANULARITY, MIN_GAIN, TOLERANCE
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.plan_options import linear_flops
+from deepspeed_distca.model_sizes import linear_flops
 from deepspeed_distca.scheduler import CostModel, Heads, balance
 from deepspeed_distca.scheduler.digest import digest
 from deepspeed_distca.scheduler.profiles import SHIPPED, Profile

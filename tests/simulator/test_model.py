@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from deepspeed_distca.scheduler import Heads
 from deepspeed_distca.simulator.model import LLAMA_3_8B, Model
 
 TOKENS = 4096
@@ -90,3 +91,9 @@ def test_experts_count_once_in_time_and_all_in_memory() -> None:
     feed_forward = 3 * 4096 * 14336
     assert eight.layer_flops - one.layer_flops == 2 * feed_forward
     assert eight.layer_parameters - one.layer_parameters == 7 * feed_forward
+
+
+def test_heads_are_those_with_which_an_engine_plans() -> None:
+    latent = {**LLAMA_3_8B, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    assert Model.of(latent).heads == Heads(32, 32, 192, value_dim=128)
+    assert Model.of({**LLAMA_3_8B, "multi_query": True}).heads == Heads(32, 1, 128)

@@ -174,12 +174,11 @@ def _of_model(given: Mapping[str, Any], block: DistCAConfig, shards: int) -> lis
     """What attach would find out about a model: its modules on no device, and a small copy that is run."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    from deepspeed_distca.engine_runtime import heads_of
-    from deepspeed_distca.huggingface.attention_function import UnsupportedModelError
     from deepspeed_distca.huggingface.contract import find_contract
-    from deepspeed_distca.huggingface.decoders import attention_modules
+    from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_modules
     from deepspeed_distca.huggingface.ping_pong import PingPong
     from deepspeed_distca.huggingface.small_copy import small_model
+    from deepspeed_distca.model_sizes import heads_of
     from deepspeed_distca.pipeline.module import check_family
 
     kind = given.get("model_type")
@@ -194,7 +193,7 @@ def _of_model(given: Mapping[str, Any], block: DistCAConfig, shards: int) -> lis
         return [Finding("bad", "model", f"transformers cannot make it: {type(error).__name__}: {error}")]
     try:
         layers = len(attention_modules(whole))
-        heads_of(config.get_text_config(), torch.bfloat16, shards)
+        heads_of(config.get_text_config(), shards=shards)
     except UnsupportedModelError as error:
         return [Finding("bad", "model", str(error))]
     name = f"{type(whole).__name__} with {layers} attention layers"

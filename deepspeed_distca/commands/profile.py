@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     device = _device(arguments.device, local_rank)
     dtype = DTYPES[arguments.dtype]
     budget = arguments.budget_seconds or (_QUICK_BUDGET if arguments.quick else 30.0)
-    path = _destination(arguments.save)
+    if arguments.save is not None and Path(arguments.save).is_dir():
+        raise UsageError(f"--save was given {arguments.save!r}, a folder; give the name of a file")
     kernel = _kernel(arguments.kernel, heads, dtype, device, windows)
     links: Links = {}
     moves = None
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     print_result(result, console)
-    name = path or _cached_as(result)
+    name = _cached_as(result) if arguments.save is None else Path(arguments.save)
     try:
         result.profile.save(name)
     except OSError as error:
@@ -241,16 +242,6 @@ def _cached_as(result: Result) -> Path:
     if folder is None:
         raise UsageError("there is no home folder to store the profile in; name a file with --save")
     return folder / file_name(result.profile.setting, result.profile.cost.heads)
-
-
-def _destination(save: str | None) -> Path | None:
-    """Checked before anything is measured."""
-    if save is None:
-        return None
-    path = Path(save)
-    if path.is_dir():
-        raise UsageError(f"--save was given {save!r}, a folder; give the name of a file")
-    return path
 
 
 def _heads(arguments: argparse.Namespace) -> Heads:

@@ -69,7 +69,7 @@ def integer_list(text: str, low: int | None = None) -> list[int]:
 
 @contextmanager
 def one_line(file: Path | str) -> Iterator[None]:
-    """What is wrong with documents, a model or a layout of ranks is an error of the command line.
+    """What is wrong with documents, a model, a layout of ranks or a file is an error of the command line.
 
     Args:
         file: that is named where the system's error names none.
@@ -117,7 +117,5 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def write_html(file: str, page: Page) -> None:
     """Writes a report."""
-    try:
+    with one_line(file):
         page.save(Path(file))
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror or error}") from error

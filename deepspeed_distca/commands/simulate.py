@@ -29,18 +29,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Predicts, prints and writes; the exit status."""
     with one_line(arguments.documents):
         lengths, training, source = read_documents(arguments, None)
-        nodes = arguments.nodes or -(-arguments.ranks // 8)
-        if arguments.nodes and arguments.ranks % nodes:
-            raise UsageError(f"--ranks {arguments.ranks} cannot be divided into --nodes {nodes}; give a divisor")
+        ranks, nodes = arguments.ranks, arguments.nodes
+        if nodes and ranks % nodes:
+            raise UsageError(f"--ranks {ranks} cannot be divided into --nodes {nodes}; give a divisor")
         training = replace(training, stages=arguments.stages)
         layout = {
             "tokens": arguments.tokens_per_rank,
-            "node_size": arguments.ranks // nodes if arguments.nodes else 8,
+            "node_size": ranks // nodes if nodes else 8,
             "context": arguments.context,
             "count": arguments.micro_batches,
             "seed": arguments.seed,
         }
-        found = simulate(lengths, training, ranks=arguments.ranks, placed=arguments.placed, **layout)
+        found = simulate(lengths, training, ranks=ranks, placed=arguments.placed, **layout)
         if arguments.trace:
             write_trace(found, Path(arguments.trace))
     if arguments.html:

@@ -56,7 +56,7 @@ def pack_step(lengths: Sequence[int] | np.ndarray, tokens_per_rank: int, ranks: 
     if bins is None:  # too tight: what did fit, however uneven
         bins = _without_empty([*fitted, *([] for _ in range(count * ranks - len(fitted)))], longest_first)
     indices = order.tolist()
-    bins = _grouped([sorted(indices[i] for i in bin) for bin in bins], given, ranks)
+    bins = _grouped([sorted(indices[i] for i in bin) for bin in bins], given)
     return [bins[i : i + ranks] for i in range(0, len(bins), ranks)]
 
 
@@ -134,7 +134,7 @@ def _without_empty(bins: list[list[int]], lengths: np.ndarray) -> list[list[int]
     return bins
 
 
-def _grouped(bins: list[list[int]], lengths: np.ndarray, ranks: int) -> list[list[int]]:
+def _grouped(bins: list[list[int]], lengths: np.ndarray) -> list[list[int]]:
     """Bins in the order of micro-batches: by tokens, and where these are about equal by attention, so that as little
     as can be of it has to move."""
     tokens = np.array([int(lengths[bin].sum()) for bin in bins])

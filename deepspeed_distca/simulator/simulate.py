@@ -225,9 +225,10 @@ def spans(training: Training, loads: Loads, tokens: int, ranks: int) -> Iterator
             columns = ("linear layers", load.linear), ("attention", load.attention), ("exchange", load.exposed)
             for _ in range(layers):
                 start = at.copy()
-                for what, seconds in columns:
-                    for rank in np.flatnonzero(np.broadcast_to(seconds, ranks)).tolist():
-                        yield rank, f"{what}, {phase}", float(at[rank]), float(np.broadcast_to(seconds, ranks)[rank])
+                for what, some in columns:
+                    seconds = np.broadcast_to(some, ranks)
+                    for rank in np.flatnonzero(seconds).tolist():
+                        yield rank, f"{what}, {phase}", float(at[rank]), float(seconds[rank])
                     at = at + seconds
                 at = np.full(ranks, start.max() + load.seconds) if load.meets else start + load.ranks
         if phase == "forward":

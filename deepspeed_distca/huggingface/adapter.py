@@ -279,7 +279,7 @@ class DecoderHooks:
             return _without_losses(output)
         if running.weight is not None:
             targets, divisor = running.weight
-            return _with_loss(output, lambda loss: loss * (targets / divisor).to(loss.dtype))
+            return _weighted(output, targets / divisor)
         return None
 
     def _end(self) -> _Forward | None:
@@ -330,24 +330,22 @@ def _current_error() -> Exception:
 def _limits(model: PreTrainedModel) -> Limits:
     """What the embeddings of a model have room for, as its configuration says; modules may be sharded."""
     config = model.config.get_text_config()
-    size = getattr(config, "vocab_size", None)
+    size, stand_in = getattr(config, "vocab_size", None), int(getattr(config, "pad_token_id", None) == 0)
     if model.config is not config or size is None:
-        # Models of several parts may put ids of images beyond their vocabulary.
-        return Limits(stand_in=int(getattr(config, "pad_token_id", None) == 0))
-    ordinary = int(getattr(config, "pad_token_id", None) == 0)
+        return Limits(stand_in=stand_in)  # models of several parts may put ids of images beyond their vocabulary
     if model.get_output_embeddings() is None:
-        return Limits(size, getattr(model, "num_labels", None), labels_are_tokens=False, stand_in=ordinary)
-    return Limits(size, size, stand_in=ordinary)
+        return Limits(size, getattr(model, "num_labels", None), labels_are_tokens=False, stand_in=stand_in)
+    return Limits(size, size, stand_in=stand_in)
 
 
-def _with_loss(output: Any, change: Any) -> Any:
-    """A model's output with its loss changed."""
+def _weighted(output: Any, factor: torch.Tensor) -> Any:
+    """A model's output with its loss times a factor."""
     if isinstance(output, ModelOutput):
         if torch.is_tensor(output.get("loss")):
-            output["loss"] = change(output["loss"])
+            output["loss"] = output["loss"] * factor.to(output["loss"].dtype)
         return output
     if isinstance(output, tuple) and torch.is_tensor(output[0]) and output[0].ndim == 0:
-        return (change(output[0]), *output[1:])
+        return (output[0] * factor.to(output[0].dtype), *output[1:])
     return output
 
 

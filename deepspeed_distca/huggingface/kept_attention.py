@@ -22,6 +22,8 @@ from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
 from deepspeed_distca.compat.torch import in_backward, in_checkpoint, version_of, without_modes
 
+_Tensors = tuple[torch.Tensor, ...]
+
 
 class KeptAttention:
     """What is kept of one micro-batch: out [T, heads, v_head_dim] and lse [heads, T] of checkpointed layers, each
@@ -78,7 +80,13 @@ class KeptAttention:
                     )
                 return plan.attend(q, k, v, spec, result)
             if in_backward() and not self._always:
-                out, lse = self._again(module, key, plan, q, k, v, spec)
+                result, keys = self._take(key)
+                if half is None or keys is None:
+                    out, lse = plan.attend(q, k, v, spec, result)
+                else:
+                    if half.nano == 1:  # which is recomputed first
+                        self._keys[module] = _Kept.of(*half.for_other(k, v, spec.window))
+                    out, lse = half.attend_again(q, k, v, spec, keys)
                 # A checkpoint within the one that is recomputed; of a nano-batch it cannot be computed once more.
                 if in_checkpoint() and key not in self._repeated and (half or self._has_room(module)):
                     self._kept[key] = _Kept.of(out, lse)
@@ -95,26 +103,15 @@ class KeptAttention:
                 self._keys[module] = _Kept.of(*half.for_other(k, v, spec.window))
             return out, lse
 
-    def _again(
-        self,
-        module: nn.Module,
-        key: tuple[nn.Module, int | None],
-        plan: StepPlan | HalfPlan,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        spec: AttentionSpec,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Core attention in recomputation."""
+    def _take(self, key: tuple[nn.Module, int | None]) -> tuple[_Tensors | None, _Tensors | None]:
+        """For recomputation, out and lse, or else, for a nano-batch, the keys and values of the other one; each None
+        where there are none. They are not given again."""
         kept, self._kept[key] = self._kept.get(key), None
         result = kept.result() if kept else None
-        if result is None and isinstance(plan, HalfPlan) and module in self._keys:
-            other = self._keys.pop(module).result()
-            if other is not None:
-                if plan.nano == 1:  # which is recomputed first
-                    self._keys[module] = _Kept.of(*plan.for_other(k, v, spec.window))
-                return plan.attend_again(q, k, v, spec, other)
-        return plan.attend(q, k, v, spec, result)
+        module, nano = key
+        if result is not None or nano is None or module not in self._keys:
+            return result, None
+        return None, self._keys.pop(module).result()
 
     def _has_room(self, module: nn.Module) -> bool:
         if module not in self._keeps:
@@ -127,13 +124,13 @@ class KeptAttention:
 
 
 class _Kept(NamedTuple):
-    tensors: tuple[torch.Tensor, ...]
+    tensors: _Tensors
     versions: list[int]
 
     @classmethod
     def of(cls, *tensors: torch.Tensor) -> _Kept:
         return cls(tuple(t.detach() for t in tensors), [version_of(t) for t in tensors])
 
-    def result(self) -> tuple[torch.Tensor, ...] | None:
+    def result(self) -> _Tensors | None:
         """What was kept, unless the model changed some of it in place after the first pass."""
         return self.tensors if [version_of(t) for t in self.tensors] == self.versions else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.decoders import UnsupportedModelError, base_of, takes
+from deepspeed_distca.huggingface.front_door.values import tokens_of
 from deepspeed_distca.huggingface.row_rope import row_rules
 from deepspeed_distca.huggingface.turns import Turns
 
@@ -124,7 +125,7 @@ class PingPong:
             self._seen = True
             return output
         kwargs = bound
-        rows = self._rows(kwargs)
+        rows = tokens_of(kwargs)
         batch, tokens = rows.shape[:2]
         planned = halves_plan.rows
         if batch * tokens != sum(planned):
@@ -137,7 +138,7 @@ class PingPong:
         tell."""
         if self._asked:
             return
-        rows = self._rows(kwargs)
+        rows = tokens_of(kwargs)
         try:
             self._halves(kwargs, rows, rows.shape[0] * rows.shape[1] // 2)
         except UnsupportedModelError as error:
@@ -150,7 +151,12 @@ class PingPong:
 
     def _both(self, halves: tuple[dict, dict], plan: StepPlan, device: torch.device) -> tuple[Any, Any]:
         turns = Turns(device)
-        pair = NanoPair(plan, self._hand_over(turns))
+
+        def hand_over(nano: int) -> None:
+            turns.hand_over(nano)
+            self.running = nano
+
+        pair = NanoPair(plan, hand_over)
 
         def run(nano: int) -> Any:
             self.running = nano
@@ -161,17 +167,6 @@ class PingPong:
             return turns.run(lambda: run(0), lambda: run(1))
         finally:
             self.running, self._awaited = None, pair.awaited
-
-    def _hand_over(self, turns: Turns) -> Callable[[int], None]:
-        def hand_over(nano: int) -> None:
-            turns.hand_over(nano)
-            self.running = nano
-
-        return hand_over
-
-    def _rows(self, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        ids = kwargs.get("input_ids")
-        return ids if ids is not None else kwargs["inputs_embeds"]
 
     def _halves(self, kwargs: dict[str, Any], rows: torch.Tensor, cut: int) -> tuple[dict, dict]:
         """The arguments of each nano-batch: all rows of the batch one after another, before and after the cut."""

@@ -55,9 +55,7 @@ class DistCACallback(TrainerCallback):
         """The time since the last step is not that of training."""
         self._ended = None
 
-    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The time since the last step is not that of training."""
-        self._ended = None
+    on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         """Adds the values to a log of training, and to what Trainer keeps of it."""

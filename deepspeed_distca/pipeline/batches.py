@@ -99,21 +99,16 @@ def _as_mapping(batch: Any) -> Mapping[str, Any]:
 
 def to_message(micro_batches: list[Described]) -> np.ndarray:
     """All micro-batches of a batch as int64, for the other ranks."""
-    parts = [np.array([len(micro_batches)], dtype=np.int64)]
-    for m in micro_batches:
-        parts += [np.array([len(m.segments), int(m.shared), m.targets], dtype=np.int64), m.segments.ravel()]
-    return np.concatenate(parts)
+    heads = np.array([(len(m.segments), int(m.shared), m.targets) for m in micro_batches], dtype=np.int64)
+    return np.concatenate([[len(heads)], heads.ravel(), *(m.segments.ravel() for m in micro_batches)])
 
 
 def from_message(message: np.ndarray) -> list[Described]:
     """The inverse of :func:`to_message`."""
-    micro_batches, at = [], 1
-    for _ in range(int(message[0])):
-        rows, shared, targets = message[at : at + 3].tolist()
-        at += 3
-        micro_batches.append(Described(message[at : at + 3 * rows].reshape(-1, 3), bool(shared), targets))
-        at += 3 * rows
-    return micro_batches
+    heads, rows = np.split(message[1:].reshape(-1, 3), [message[0]])
+    segments = np.split(rows, heads[:, 0].cumsum()[:-1])
+    both = zip(segments, heads.tolist(), strict=True)
+    return [Described(mine, bool(shared), targets) for mine, (_, shared, targets) in both]
 
 
 def merge(replicas: list[Described]) -> Layout:

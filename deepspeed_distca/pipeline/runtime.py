@@ -226,6 +226,8 @@ class PipelineRuntime:
     def detach(self) -> None:
         """Gives the engine its own methods back; ``engine.distca`` stays, out of use, until the plugin is attached
         anew. To be called on all ranks."""
+        if self.detached:
+            return
         self.detached = True
         self._watch.close()
         restore_schedule(self._engine)

@@ -22,8 +22,8 @@ def kernel_error(kernel: Kernel, heads: Heads, device: torch.device, dtype: torc
     tasks = RankPlan(home_routes(Layout.from_lengths([_LENGTHS]), 0)).local[0]
     spec = AttentionSpec(heads.head_dim**-0.5)
 
-    def drawn(count: int) -> torch.Tensor:
-        return torch.randn(sum(_LENGTHS), count, heads.head_dim, generator=generator).to(device, dtype)
+    def drawn(count: int, dim: int) -> torch.Tensor:
+        return torch.randn(sum(_LENGTHS), count, dim, generator=generator).to(device, dtype)
 
     def run(by: Kernel, wide: torch.dtype) -> tuple[torch.Tensor, ...]:
         q, k, v, dout = (t.to(wide) for t in given)
@@ -33,7 +33,8 @@ def kernel_error(kernel: Kernel, heads: Heads, device: torch.device, dtype: torc
         by.backward(BackwardInputs(q, k, v, dout, lse, out), tasks, spec, Gradients(dq, dk, dv))
         return out, dq, dk, dv
 
-    given = drawn(heads.query), drawn(heads.key_value), drawn(heads.key_value), drawn(heads.query)
+    query, key_value, dim, value_dim = heads.query, heads.key_value, heads.head_dim, heads.value_dim or heads.head_dim
+    given = drawn(query, dim), drawn(key_value, dim), drawn(key_value, value_dim), drawn(query, value_dim)
     pairs = zip(run(kernel, dtype), run(make_kernel("reference"), torch.float64), strict=True)
     errors = [float((one.double() - other).norm() / other.norm()) for one, other in pairs]
     return max(error if error == error else float("inf") for error in errors)

@@ -222,7 +222,8 @@ def test_a_kernel_that_is_not_installed_is_bad(examine, tmp_path: Path) -> None:
 
 def test_a_kernel_is_run_and_wrong_results_are_seen(examine) -> None:
     heads = Heads(4, 2, 32)
-    assert doctor.kernel_error(ReferenceKernel(), heads, CPU, torch.float32) < 1e-5
+    for given in (heads, Heads(4, 4, 48, 32)):
+        assert doctor.kernel_error(ReferenceKernel(), given, CPU, torch.float32) < 1e-5
     right = ReferenceKernel.backward
 
     def wrong(self, inputs, tasks, spec, grads) -> None:

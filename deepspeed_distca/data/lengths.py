@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deepspeed_distca.data.sources import ArrowDocuments
+from deepspeed_distca.scheduler.strict_json import loads
 
 
 def read_lengths(path: Path, column: str | None = None) -> np.ndarray:
@@ -48,7 +48,7 @@ def read_json(text: str, where: str) -> Any:
         ValueError: it is not valid.
     """
     try:
-        return json.loads(text)
+        return loads(text)
     except ValueError as error:
         raise ValueError(f"{where}: not valid JSON: {error}") from None
 

@@ -184,6 +184,7 @@ def test_a_models_own_sizes_count(advise, tmp_path: Path) -> None:
     [
         (None, (), "No such file"),
         ("[1, 2", (), "not valid JSON"),
+        ("[" * 100000, (), "nested too deep"),
         ({"a": 1}, (), "a JSON list of lengths"),
         ([1, -2], (), "whole numbers from 0 on"),
         ([1, 2.5], (), "a JSON list of lengths"),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from deepspeed_distca.defaults import MIN_GAIN
 from deepspeed_distca.given import integer, shown
 from deepspeed_distca.plan_options import weights_of_servers
 from deepspeed_distca.scheduler.profiles import Profile, ProfileError
+from deepspeed_distca.scheduler.strict_json import loads
 from deepspeed_distca.scheduler.topology import Topology
 
 _ACCUMULATION = "gradient_accumulation_steps"
@@ -95,7 +95,7 @@ def refuse(arguments: Mapping[str, Any]) -> None:
 def _read(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     if isinstance(config, str | Path):
         try:
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
+            config = loads(Path(config).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"config {shown(str(config))} cannot be read: {error.strerror or error}") from error
         except ValueError as error:

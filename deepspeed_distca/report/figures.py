@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -45,7 +46,7 @@ class Plan:
         """Seconds of each server before and after, float64 [num_ranks] each."""
         return self.tasks.loads_before / UNITS_PER_SECOND, self.tasks.loads / UNITS_PER_SECOND
 
-    @property
+    @cached_property
     def moved(self) -> np.ndarray:
         """Whether a task's queries come from another rank, bool [num_tasks]."""
         servers = self.tasks.rows[:, SERVER].tolist()
@@ -90,17 +91,17 @@ def plan_map(plan: Plan) -> Figure:
     figure = Figure(count * line + 24, "Which documents each server computes", left=64)
     _, after = plan.loads()
     top = float(after.max(initial=0.0)) or 1.0
-    moved, rows = plan.moved, plan.tasks.rows
+    rows = plan.tasks.rows
     for server in range(count):
         at, y = 0.0, server * line
         mine = np.flatnonzero(rows[:, SERVER] == server)
-        for parts in _drawn_together(mine[np.lexsort((-plan.seconds[mine], moved[mine]))], plan, moved, top):
+        for parts in _drawn_together(mine[np.lexsort((-plan.seconds[mine], plan.moved[mine]))], plan, top):
             wide = float(plan.seconds[parts].sum()) / top
             home = plan.homes[parts[0]]
             document, low, high = (int(rows[parts[0], c]) for c in (TASK_DOCUMENT, Q_START, Q_END))
             told = f"document {document}, queries {low} to {high}" if len(parts) == 1 else f"{len(parts)} documents"
             tip = f"{told} of rank {', '.join(map(str, home[:4]))}: {_ms(wide * top)}"
-            colour, faint = RANKS[home[0] % len(RANKS)], not moved[parts[0]]
+            colour, faint = RANKS[home[0] % len(RANKS)], not plan.moved[parts[0]]
             figure.rect(at, y, max(wide - 0.0008, 0.0004), line - 3, colour, tip=tip, faint=faint)
             at += wide
         figure.text(0, y + line - 6, f"rank {server}", "end", shift=-8)
@@ -108,11 +109,11 @@ def plan_map(plan: Plan) -> Figure:
     return figure
 
 
-def _drawn_together(order: np.ndarray, plan: Plan, moved: np.ndarray, top: float) -> Iterable[list[int]]:
+def _drawn_together(order: np.ndarray, plan: Plan, top: float) -> Iterable[list[int]]:
     """A server's tasks one by one; those too narrow to be seen with others of the same home."""
     wide = plan.seconds[order] / top >= _NARROW
     for away in (False, True):
-        of_kind = moved[order] == away
+        of_kind = plan.moved[order] == away
         yield from ([task] for task in order[of_kind & wide].tolist())
         narrow: dict[int, list[int]] = {}
         for task in order[of_kind & ~wide].tolist():

@@ -29,6 +29,7 @@ from deepspeed_distca.huggingface.front_door.targets import count_targets, read_
 from deepspeed_distca.huggingface.front_door.trees import chains, check_model, check_targets
 from deepspeed_distca.huggingface.front_door.values import (
     UNLIMITED,
+    Here,
     Limits,
     check_ids,
     digest_of,
@@ -126,19 +127,18 @@ def admit(
         nothing = not real.any()
     rank = rank_in(layout, place)
     mine = layout.segments[layout.segments[:, RANK] == rank]
-    whole = _lengths_of(layout, mine)
+    here = Here(mine, _whole_lengths(layout, mine), real, (rows, tokens))
     in_pieces = layout.num_ranks > 1 or bool(layout.segments[:, START].any())
-    lengths = whole if in_pieces else _without_padding(mine, real)
+    lengths = here.whole if in_pieces else _without_padding(here)
     if layout.has_trees:
         check_model(layout, contract)
         lengths = _lengths_in_trees(layout, mine, lengths)
-    _check_documents(mine, whole, lengths, real, rows, tokens, contract)
-    arguments = _with_positions(arguments, layout, mine, rows, tokens, contract)
+    _check_documents(here, lengths, contract)
+    arguments = _with_positions(arguments, layout, here, contract)
     if layout.has_trees:
         check_targets(arguments, layout, rank, contract)
-        arguments = with_targets(arguments, *chains(layout, mine, whole), real, contract, limits, say)
-    else:
-        arguments = with_targets(arguments, mine, whole, real, contract, limits, say)
+        here = chains(layout, here)
+    arguments = with_targets(arguments, here, contract, limits, say)
     said, targets = given.get("num_targets"), 0
     if (count or said is not None) and contract.targets is not None and not contract.whole_rows:
         targets = count_targets(arguments, said, rows * tokens, contract)
@@ -149,13 +149,7 @@ def admit(
         digest_of(given.get("input_ids")) if digest else 0,
         given.get("planned"),
     )
-    return Admitted(
-        micro_batch,
-        arguments,
-        nothing,
-        (rows, tokens),
-        (mine[:, LENGTH], lengths),
-    )
+    return Admitted(micro_batch, arguments, nothing, (rows, tokens), (mine[:, LENGTH], lengths))
 
 
 def names_documents(given: Mapping[str, Any]) -> bool:
@@ -180,7 +174,7 @@ def names_documents(given: Mapping[str, Any]) -> bool:
     return bool(begins.any())
 
 
-def _lengths_of(layout: Layout, mine: np.ndarray) -> np.ndarray:
+def _whole_lengths(layout: Layout, mine: np.ndarray) -> np.ndarray:
     """How long the documents of these segments are as a whole, int64 [segments]."""
     if not layout.segments[:, START].any():
         return mine[:, LENGTH]
@@ -198,34 +192,25 @@ def _lengths_in_trees(layout: Layout, mine: np.ndarray, lengths: np.ndarray) -> 
     return np.array([longest.get(document, length) for document, length in both], dtype=np.int64)
 
 
-def _without_padding(mine: np.ndarray, real: np.ndarray) -> np.ndarray:
+def _without_padding(here: Here) -> np.ndarray:
     """Real tokens of each segment, int64 [segments]; of padding alone all of it."""
+    real, starts = here.real, here.starts
     if real.all():
-        return mine[:, LENGTH]
-    starts = np.cumsum(mine[:, LENGTH]) - mine[:, LENGTH]
-    return np.where(real[starts], np.add.reduceat(real.astype(np.int64), starts), mine[:, LENGTH])
+        return here.whole
+    return np.where(real[starts], np.add.reduceat(real.astype(np.int64), starts), here.whole)
 
 
-def _check_documents(
-    mine: np.ndarray,
-    whole: np.ndarray,
-    lengths: np.ndarray,
-    real: np.ndarray,
-    rows: int,
-    tokens: int,
-    contract: Contract,
-) -> None:
+def _check_documents(here: Here, lengths: np.ndarray, contract: Contract) -> None:
     """What this model cannot do exactly with documents as they are."""
     if contract.rows != "packed":
-        _check_rows(mine, whole, rows, tokens, contract)
-    elif not contract.takes_positions and (whole != mine[:, LENGTH]).any():
+        _check_rows(here, contract)
+    elif not contract.takes_positions and here.continues:
         raise LayoutError(
             "a document continues on other ranks, but this model takes no position ids, so it cannot know where a "
             "piece of a document stands; give each rank whole documents"
         )
-    ends = np.cumsum(mine[:, LENGTH])
-    starts = ends - mine[:, LENGTH]
-    longest = int(lengths[real[starts]].max(initial=0))
+    is_real = here.real[here.starts]
+    longest = int(lengths[is_real].max(initial=0))
     if contract.longest_document is not None and longest > contract.longest_document:
         raise LayoutError(
             f"a document has {longest} tokens; this model's rotary frequencies change with the length of a "
@@ -233,7 +218,8 @@ def _check_documents(
             "documents cannot be packed exactly. Cut documents to that length, or choose another rope_type"
         )
     if contract.whole_rows:
-        of_row = np.bincount(starts[real[starts]] // tokens, minlength=rows)
+        rows, tokens = here.shape
+        of_row = np.bincount(here.starts[is_real] // tokens, minlength=rows)
         if (of_row > 1).any():
             row = int(np.flatnonzero(of_row > 1)[0])
             raise LayoutError(
@@ -242,18 +228,18 @@ def _check_documents(
             )
 
 
-def _check_rows(mine: np.ndarray, whole: np.ndarray, rows: int, tokens: int, contract: Contract) -> None:
+def _check_rows(here: Here, contract: Contract) -> None:
     """Of a model in which something beside core attention passes through a document."""
-    if (whole != mine[:, LENGTH]).any():
+    if here.continues:
         raise LayoutError(
             f"a document continues on other ranks, but in {contract.name} something beside core attention passes "
             "through a document and stays on its rank, such as a convolution, a recurrent state or a count of places; "
             'give each rank whole documents (GlobalPackedLoader: placement="whole")'
         )
-    if len(mine) == rows or (contract.rows == "told" and rows == 1):
+    rows, tokens = here.shape
+    if len(here.segments) == rows or (contract.rows == "told" and rows == 1):
         return  # padding behind a document belongs to it
-    starts = np.cumsum(mine[:, LENGTH]) - mine[:, LENGTH]
-    of_row = np.bincount(starts // tokens)
+    of_row = np.bincount(here.starts // tokens)
     row = int(np.flatnonzero(of_row > 1)[0])
     what = f"row {row} holds several documents, or padding before one"
     if contract.rows == "told":
@@ -283,16 +269,14 @@ def stand_in(arguments: Mapping[str, Any], token: int = 0) -> dict[str, Any]:
     return found
 
 
-def _with_positions(
-    arguments: dict[str, Any], layout: Layout, mine: np.ndarray, rows: int, tokens: int, contract: Contract
-) -> dict[str, Any]:
+def _with_positions(arguments: dict[str, Any], layout: Layout, here: Here, contract: Contract) -> dict[str, Any]:
     """The arguments with positions from 0 in every document, where none were given and the model's own count, along a
     row, would be another.
 
     Raises:
         LayoutError: positions of several axes for a model that has one, or none where they must be given.
     """
-    positions = arguments.get("position_ids")
+    (rows, tokens), positions = here.shape, arguments.get("position_ids")
     if positions is not None and np.ndim(positions) > 2 and not contract.takes_axes:
         raise LayoutError(
             f"position_ids have shape {list(np.shape(positions))}, but {contract.name} has rotary embeddings of one "
@@ -307,7 +291,7 @@ def _with_positions(
         return arguments
     if layout.num_ranks > 1:
         raise LayoutError("a layout of several ranks needs position_ids beside it: true positions in each document")
-    if (len(mine) == rows and not layout.has_trees) or not contract.takes_positions:
+    if (len(here.segments) == rows and not layout.has_trees) or not contract.takes_positions:
         return arguments  # a document a row, or nothing to tell
     made = torch.from_numpy(layout.position_ids(0)).view(rows, tokens)
     return {**arguments, "position_ids": made.to(tokens_of(arguments).device)}

@@ -15,9 +15,9 @@ from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.front_door.values import (
     MAX_TARGETS,
     BatchError,
+    Here,
     Limits,
     check_labels,
-    shape_of,
     whole_number,
 )
 from deepspeed_distca.layout import LENGTH, START
@@ -25,9 +25,7 @@ from deepspeed_distca.layout import LENGTH, START
 
 def with_targets(
     arguments: dict[str, Any],
-    mine: np.ndarray,
-    whole: np.ndarray,
-    real: np.ndarray,
+    here: Here,
     contract: Contract,
     limits: Limits,
     say: Callable[[str], None],
@@ -37,14 +35,14 @@ def with_targets(
         return arguments
     made = dict(arguments)
     for key in ("labels", "shift_labels"):
-        check_labels(key, arguments.get(key), shape_of(arguments), limits.labels)
+        check_labels(key, arguments.get(key), here.shape, limits.labels)
         if arguments.get(key) is not None:
             made[key] = arguments[key].long()  # losses take no int32
     labels, shifted = made.get("labels"), made.get("shift_labels")
-    ends = np.cumsum(mine[:, LENGTH])
-    first = (ends - mine[:, LENGTH])[mine[:, START] == 0]
+    start, length = here.segments[:, START], here.segments[:, LENGTH]
+    first = here.starts[start == 0]
     # Behind a document's last token may be padding that belongs to it.
-    last = ends[mine[:, START] + mine[:, LENGTH] == whole] - 1
+    last, real = here.ends[start + length == here.whole] - 1, here.real
     if not real.all():
         last = np.union1d(last, np.flatnonzero(real[:-1] & ~real[1:]))
     if shifted is not None:
@@ -60,7 +58,7 @@ def with_targets(
         return made
     if shifted is not None and contract.takes_shift_labels:
         return made
-    if (whole != mine[:, LENGTH]).any():
+    if here.continues:
         raise BatchError(
             "a document continues on other ranks, so its targets do as well, which labels cannot say"
             + (

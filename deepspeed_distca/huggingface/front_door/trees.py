@@ -5,6 +5,7 @@ cannot be exact in is refused."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from deepspeed_distca.data.from_layout import IGNORE_INDEX
 from deepspeed_distca.data.integers import integers, on_host
 from deepspeed_distca.huggingface.contract import Contract
-from deepspeed_distca.huggingface.front_door.values import BatchError
+from deepspeed_distca.huggingface.front_door.values import BatchError, Here
 from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, Layout, LayoutError
 from deepspeed_distca.trees import Branch, by_document, lengths_of_texts
 
@@ -81,18 +82,13 @@ def check_model(layout: Layout, contract: Contract) -> None:
             )
 
 
-def chains(layout: Layout, mine: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def chains(layout: Layout, here: Here) -> Here:
     """The segments of a rank with its trees cut into chains: rows each of which attends to the one before it. As
-    segments, each of a document of its own. And how long the documents of all of them are as a whole.
-
-    Args:
-        mine: the rows of ``Layout.segments`` of the rank.
-        whole: how long the documents of these are as a whole, int64 [segments].
-    """
+    segments, each of a document of its own."""
     found: list[tuple[int, int, int, int]] = []
     lengths: list[int] = []
     branches = by_document(layout.branches)
-    for (rank, document, start, length), all_rows in zip(mine.tolist(), whole.tolist(), strict=True):
+    for (rank, document, start, length), all_rows in zip(here.segments.tolist(), here.whole.tolist(), strict=True):
         if document not in branches:
             found.append((rank, document, start, length))
             lengths.append(all_rows)
@@ -105,7 +101,8 @@ def chains(layout: Layout, mine: np.ndarray, whole: np.ndarray) -> tuple[np.ndar
             else:
                 found.append((rank, document, 0, rows))
                 lengths.append(rows)
-    return np.array(found, dtype=np.int64).reshape(-1, 4), np.array(lengths, dtype=np.int64)
+    segments = np.array(found, dtype=np.int64).reshape(-1, 4)
+    return replace(here, segments=segments, whole=np.array(lengths, dtype=np.int64))
 
 
 def check_targets(arguments: Mapping[str, Any], layout: Layout, rank: int, contract: Contract) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single values of a batch: types, shapes and ranges of ids, labels and counts; integers in any form."""
+"""Single values of a batch: types, shapes and ranges of ids, labels and counts; and its documents on this rank."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed_distca.data.from_layout import IGNORE_INDEX
 from deepspeed_distca.data.integers import on_host
 from deepspeed_distca.given import integer
+from deepspeed_distca.layout import LENGTH
 
 #: Counts travel as int64 and are added up over ranks.
 MAX_TARGETS = 1 << 48
@@ -36,6 +38,38 @@ class Limits:
 
 
 UNLIMITED = Limits()
+
+
+@dataclass(frozen=True)
+class Here:
+    """The documents of a batch on this rank.
+
+    Attributes:
+        segments: the rows of ``Layout.segments`` of this rank, int64 [segments, 4].
+        whole: how long their documents are as a whole, wherever they are stored; int64 [segments].
+        real: which tokens are no padding, bool [rows * tokens].
+        shape: of the batch, [rows, tokens].
+    """
+
+    segments: np.ndarray
+    whole: np.ndarray
+    real: np.ndarray
+    shape: tuple[int, int]
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Behind the last token of each segment, int64 [segments]."""
+        return np.cumsum(self.segments[:, LENGTH])
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The first token of each segment, int64 [segments]."""
+        return self.ends - self.segments[:, LENGTH]
+
+    @property
+    def continues(self) -> bool:
+        """Whether a document has rows that are not in its segment here."""
+        return bool((self.whole != self.segments[:, LENGTH]).any())
 
 
 class BatchError(ValueError):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ def run_page(steps: Sequence[StepStatistics], last: Plan) -> Page:
         steps: the last ones, in order.
         last: forward of the last micro-batch that was planned.
     """
-    timed = [step for step in steps if step.seconds]
+    timed = [(step, step.seconds) for step in steps if step.seconds]
     servers = len(last.tasks.loads)
     page = Page(
         "A run with balanced core attention",
@@ -63,14 +63,12 @@ def run_page(steps: Sequence[StepStatistics], last: Plan) -> Page:
     ]
     if timed:
         # Medians: some steps compile kernels, and behind some there is an evaluation or a checkpoint.
+        saved = statistics.median(_saved(step) / seconds for step, seconds in timed)
         tiles += [
-            (f"{_median(timed, lambda step, seconds: seconds):.2f} s", "a step, median"),
-            (
-                f"{_median(timed, lambda step, seconds: _saved(step) / seconds):+.1%}",
-                "longer without the plugin, by the cost model, median",
-            ),
+            (f"{statistics.median(seconds for _, seconds in timed):.2f} s", "a step, median"),
+            (f"{saved:+.1%}", "longer without the plugin, by the cost model, median"),
         ]
-        if rate := _median(timed, lambda step, seconds: step.tokens / seconds):
+        if rate := statistics.median(step.tokens / seconds for step, seconds in timed):
             tiles.append((f"{rate / servers:,.0f}", "tokens a second and GPU, median"))
     page.tiles(tiles)
     xs = _thinned([step.step for step in steps], first=True)
@@ -80,8 +78,8 @@ def run_page(steps: Sequence[StepStatistics], last: Plan) -> Page:
     drawn = lines([int(x) for x in xs], series, "", title="Balance over steps", along="steps")
     page.figure("balance", "Balance", "Largest over mean attention of the servers.", drawn, BEFORE_AFTER)
     if timed:
-        numbers = [int(x) for x in _thinned([step.step for step in timed], first=True)]
-        taken = _thinned([step.seconds or 0.0 for step in timed])
+        numbers = [int(x) for x in _thinned([step.step for step, _ in timed], first=True)]
+        taken = _thinned([seconds for _, seconds in timed])
         drawn = lines(numbers, [("a step", "plugin", taken)], " s", title="Seconds over steps", along="steps")
         page.figure("seconds", "Seconds", "From a step's first plan to the next one's, on this rank's host.", drawn)
     words = "Attention of every server in one layer's forward, by the cost model; the last micro-batch."
@@ -89,10 +87,6 @@ def run_page(steps: Sequence[StepStatistics], last: Plan) -> Page:
     page.figure("map", "The plan", of_servers(servers, MAP), plan_map(last))
     page.table("The last steps", [_HEAD, *(_row(step) for step in steps[-_LISTED:])])
     return page
-
-
-def _median(timed: Sequence[StepStatistics], value: Callable[[StepStatistics, float], float]) -> float:
-    return statistics.median(value(step, step.seconds) for step in timed if step.seconds)
 
 
 def _saved(step: StepStatistics) -> float:

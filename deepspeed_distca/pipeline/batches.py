@@ -18,7 +18,7 @@ from deepspeed_distca.layout import DOCUMENT, LENGTH, RANK, START, Layout, Layou
 PipelineBatch = tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]
 
 #: Pipelines compute their loss from shift_labels and give positions to every stage.
-_CONTRACT = Contract()
+CONTRACT = Contract()
 
 
 def pipeline_batch(batch: Mapping[str, Any] | PipelineBatch) -> PipelineBatch:
@@ -44,7 +44,7 @@ def pipeline_batch(batch: Mapping[str, Any] | PipelineBatch) -> PipelineBatch:
     layout = batch.get("layout")
     shared = isinstance(layout, Layout) and layout.num_ranks > 1
     # Which part of a layout of several replicas this is, is not known here; `describe` compares it.
-    given = stand_in(batch) if shared else admit(batch, _CONTRACT).arguments
+    given = stand_in(batch) if shared else admit(batch, CONTRACT).arguments
     if given.get("position_ids") is None:
         raise KeyError("neither position_ids nor a layout nor cu_seqlens is in the batch")
     return (given["input_ids"], given["position_ids"]), given["shift_labels"]
@@ -65,17 +65,18 @@ class Described:
     targets: int
 
 
-def describe(batch: Any, place: tuple[int, int]) -> Described:
+def describe(batch: Any, place: tuple[int, int], contract: Contract = CONTRACT) -> Described:
     """What a micro-batch, in either form, says of itself.
 
     Args:
         place: this replica's among those that share a layout, where the batch has such a one, and how many these are.
+        contract: of the model.
 
     Raises:
         ValueError, TypeError: a batch that is neither, or whose documents cannot be told apart.
     """
     batch = _as_mapping(batch)
-    micro_batch = admit(batch, _CONTRACT, place=place).micro_batch
+    micro_batch = admit(batch, contract, place=place).micro_batch
     layout = micro_batch.layout
     if layout.has_trees:
         raise LayoutError("pipelines take no trees; give each text by itself (PackedSequenceCollator)")

@@ -37,10 +37,11 @@ from deepspeed_distca.compat.transformers import attention_name, set_attention_n
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError
 from deepspeed_distca.cost_choice import cost_to_say, own_cost_model, said_cost_model
 from deepspeed_distca.huggingface.attention_function import FIRST, NAME
-from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_modules
+from deepspeed_distca.huggingface.contract import Contract
+from deepspeed_distca.huggingface.decoders import attention_modules
 from deepspeed_distca.layout import Layout
 from deepspeed_distca.monitor import events
-from deepspeed_distca.pipeline.batches import describe, from_message, merge, pipeline_batch, to_message
+from deepspeed_distca.pipeline.batches import CONTRACT, describe, from_message, merge, pipeline_batch, to_message
 from deepspeed_distca.pipeline.module import DecoderPipeline, meta_model
 from deepspeed_distca.pipeline.plans import MicroBatchAttention, Slots, TickPlanner
 from deepspeed_distca.pipeline.schedule import (
@@ -62,6 +63,7 @@ class PreparedPipeline:
 
     Attributes:
         heads: of the model's attention.
+        contract: how the model reads its batches.
         choice: the cost model, on rank 0 alone.
         same, own: what it says of itself: see :class:`~deepspeed_distca.attention_server.coordination.hello.Hello`.
     """
@@ -70,6 +72,7 @@ class PreparedPipeline:
     slots: Slots
     heads: Heads
     dtype: torch.dtype
+    contract: Contract
     choice: Choice | None
     same: dict[str, Any]
     own: dict[str, Any]
@@ -128,6 +131,9 @@ class PipelineRuntime:
             raise DistCAConfigError(
                 f'{error}. Choose `{BLOCK}.advanced.pipeline_scope` "stage", or another number of stages'
             ) from None
+        # Stages know positions only, not how long a token's document is as a whole, so none may be longer than rows
+        # whose rotary frequencies are all the same.
+        contract = replace(CONTRACT, longest_document=min((r.limit for r in module.context.rules), default=None))
         dtype = attention_dtype(engine)
         same = {
             "the class of the model": type(module.config).__name__,
@@ -138,9 +144,8 @@ class PipelineRuntime:
         }
         window = next((w for stage in module.stage_windows for w in stage), None)
         choice = own_cost_model(config, heads, device=engine.device, dtype=dtype, window=window)
-        return PreparedPipeline(
-            topology, slots, heads, dtype, choice, same, {"machine": machine(), **cost_to_say(choice)}
-        )
+        own = {"machine": machine(), **cost_to_say(choice)}
+        return PreparedPipeline(topology, slots, heads, dtype, contract, choice, same, own)
 
     def _set_up(
         self, engine: PipelineEngine, config: DistCAConfig, prepared: PreparedPipeline, meeting: Meeting
@@ -173,7 +178,7 @@ class PipelineRuntime:
             exchange=config.advanced.exchange or "nccl",  # peer copies were never tried beside the stages' own sends
         )
         self.server, self._agreement, self._groups = built.server, built.everyone, built.groups
-        self._topology = topology
+        self._topology, self._contract = topology, prepared.contract
         self._planner = TickPlanner(
             self.server,
             slots,
@@ -186,7 +191,7 @@ class PipelineRuntime:
             device=engine.device,
         )
         if config.overlap == "ping_pong" or (config.overlap is None and options.nodes is not None):
-            problem = not_in_two(module, slots)
+            problem = not_in_two(module, slots, prepared.contract)
             if problem and config.overlap == "ping_pong":
                 raise DistCAConfigError(f'`{BLOCK}.overlap` "ping_pong" does not work here: {problem}')
             if problem and dist.get_rank() == 0:
@@ -311,7 +316,7 @@ class PipelineRuntime:
             raise StopIteration(f"the data ended after {index} of the batch's {micro_batches} micro-batches") from None
         given = batch if self._engine.batch_fn is None else self._engine.batch_fn(batch)
         place = self._topology.replica, self._topology.replicas
-        description = describe(batch if isinstance(batch, Mapping) else given, place)
+        description = describe(batch if isinstance(batch, Mapping) else given, place, self._contract)
         return pipeline_batch(given), description
 
     def _understand(self, messages: list[np.ndarray], micro_batches: int) -> tuple[list[Layout], int]:
@@ -409,7 +414,7 @@ class _Topology:
         return np.array([[self.rank(s, start + d) for d in range(self.replicas)] for s in stages])
 
 
-def not_in_two(module: DecoderPipeline, slots: Slots) -> str:
+def not_in_two(module: DecoderPipeline, slots: Slots, contract: Contract) -> str:
     """Why micro-batches of a pipeline cannot run as two nano-batches; empty where they can. The same on every rank."""
     reentrant = module.activation_checkpoint_func is not non_reentrant_checkpoint
     if module.activation_checkpoint_interval and reentrant:
@@ -418,11 +423,9 @@ def not_in_two(module: DecoderPipeline, slots: Slots) -> str:
         return "stages have different numbers of attention layers"
     if module.seed_layers:
         return "layers that begin with a seed of their own (seed_layers) would draw the same numbers in both halves"
-    try:
-        depends = bool(module.context.rules)
-    except UnsupportedModelError:
-        depends = True
-    return "rotary embeddings depend on the longest position of a row, which halves would not share" if depends else ""
+    if contract.longest_document is not None:
+        return "rotary embeddings depend on the longest position of a row, which halves would not share"
+    return ""
 
 
 def check_engine(engine: PipelineEngine) -> None:

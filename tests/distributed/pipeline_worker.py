@@ -307,6 +307,12 @@ def refusals(stages: int) -> dict[str, Any]:
     found["left over"] = sorted({"_exec_schedule", "_INSTRUCTION_MAP", "_next_batch"} & set(vars(engine)))
     engine.destroy()
 
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    options = {"max_position_embeddings": 64, "rope_parameters": dynamic}
+    engine = make_engine(stages, case.micro_batches, defaults({"options": options}))
+    found["rotary"] = _message_of(lambda: engine.eval_batch(loader([[[[[5] * 65]] * replicas] * 3], replica, "pair")))
+    engine.destroy()
+
     uneven = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
     uneven["layer_types"] = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
     windows = defaults({"family": "qwen2", "options": uneven})

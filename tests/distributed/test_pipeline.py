@@ -159,6 +159,7 @@ def test_what_cannot_be_used_is_refused_on_every_rank() -> None:
         assert "loaded different micro-batches" in outcome["different data"]
         assert "the data ended after 2 of the batch's 3 micro-batches" in outcome["short data"]
         assert "begins at position 1, not 0" in outcome["middle of a document"]
+        assert "a document has 65 tokens; this model's rotary frequencies change" in outcome["rotary"]
         assert outcome["afterwards"] < 1e-4 and outcome["left over"] == []
         assert "attention layer 0 of the stages has windows of [None, 6] keys" in outcome["windows"]
         assert "`distca.servers` was given 3; with scope 'grid' allowed: 2 (stages) times" in outcome["servers"]

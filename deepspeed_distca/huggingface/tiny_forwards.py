@@ -30,14 +30,8 @@ from deepspeed_distca.huggingface.first_forward import FirstForward
 from deepspeed_distca.huggingface.untouched import untouched
 
 _SEED = 1234
-
-
-class Heads(NamedTuple):
-    """What one attention module was given: q, k and v, each [tokens, heads, ...]."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+#: What one attention module was given: q, k and v, each [tokens, heads, ...].
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -59,7 +53,7 @@ class Seen:
     batch: int
     given: dict[str, Any]
     like: Sequence[Like] = ()
-    attention: list[Heads] = field(default_factory=list)
+    attention: list[QKV] = field(default_factory=list)
     entered: bool = False
     decoder: Any = None
     base: Any = None
@@ -263,8 +257,8 @@ class _Plan:
         before: has the keys of the tokens before it as its first ones, by attention module.
     """
 
-    def __init__(self, lengths: Sequence[int], begins: int, before: list[Heads]) -> None:
-        self.attention: list[Heads] = []
+    def __init__(self, lengths: Sequence[int], begins: int, before: list[QKV]) -> None:
+        self.attention: list[QKV] = []
         self._begins, self._before = begins, before
         size = np.array(lengths, dtype=np.int64)
         start = np.cumsum(size) - size
@@ -284,8 +278,8 @@ class _Plan:
                 "`distca.enabled` to false for this model"
             )
         index = len(self.attention)
-        self.attention.append(Heads(q, k, v))
+        self.attention.append((q, k, v))
         if self._begins:
-            before = self._before[index]
-            k, v = torch.cat([before.k[: self._begins], k]), torch.cat([before.v[: self._begins], v])
+            _, *before = self._before[index]
+            k, v = (torch.cat([first[: self._begins], t]) for first, t in zip(before, (k, v), strict=True))
         return ReferenceKernel().forward(q, k, v, self._tasks, spec)

@@ -82,7 +82,7 @@ class MicroBatchAttention:
     plans: list[StepPlan | None]
     layers: list[StepPlan | None]
     kept: KeptAttention | None
-    in_two: StepPlan | None = None
+    in_two: StepPlan | None
 
 
 class TickPlanner:

@@ -387,7 +387,10 @@ class _Topology:
     def __init__(self, engine: PipelineEngine, scope: str, servers: int | None) -> None:
         self._grid = engine.grid
         self.all_stages, self.all_replicas = engine.num_stages, engine.grid.data_parallel_size
-        stages = self.all_stages if scope == "grid" else 1
+        every = list(range(self.all_stages))
+        sets = [every] if scope == "grid" else [[stage] for stage in every]
+        self.stages = next(some for some in sets if engine.stage_id in some)
+        stages = len(self.stages)
         servers = servers or stages * self.all_replicas
         if servers % stages or self.all_replicas % (servers // stages):
             raise DistCAConfigError(
@@ -395,11 +398,9 @@ class _Topology:
                 f"divisor of the {self.all_replicas} replicas"
             )
         self.replicas = servers // stages
-        self.stages = list(range(self.all_stages)) if scope == "grid" else [engine.stage_id]
         mine = engine.grid.get_data_parallel_rank()
         self.first_replica, self.replica = mine // self.replicas * self.replicas, mine % self.replicas
         starts = range(0, self.all_replicas, self.replicas)
-        sets = [list(range(self.all_stages))] if scope == "grid" else [[s] for s in range(self.all_stages)]
         self.groups = [sorted(self._members(some, start).ravel().tolist()) for some in sets for start in starts]
         members = self._members(self.stages, self.first_replica)
         # Process groups number their ranks in the order of global ranks.

@@ -84,6 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.save is not None and Path(arguments.save).is_dir():
         raise UsageError(f"--save was given {arguments.save!r}, a folder; give the name of a file")
     kernel = _kernel(arguments.kernel, heads, dtype, device, windows)
+    shortest = 128 if device.type == "cuda" else 16
+    if arguments.tokens and arguments.tokens < shortest:
+        raise UsageError(f"--tokens was given {arguments.tokens}; allowed on {device.type}: {shortest} or more")
     links: Links = {}
     moves = None
     if ranks > 1:
@@ -93,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.manual_seed(0)
     try:
         if arguments.tokens:
-            limits = limits_of(arguments.tokens, 128 if device.type == "cuda" else 16, heads)
+            limits = limits_of(arguments.tokens, shortest, heads)
         else:
             limits = limits_for(kernel, heads, dtype, device, windows, budget, arguments.quick)
         result = _profile_kernel(kernel, heads, dtype, device, limits, windows, budget, links, moves)

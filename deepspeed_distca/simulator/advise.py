@@ -22,9 +22,7 @@ from deepspeed_distca.simulator.step import Training, predict
 WORTHWHILE = 1.02
 #: GPUs that one node has at most, as far as anybody knows.
 NODE = 8
-_NODES = (
-    "all ranks are taken to be in one node, since --node-size was not given; over slow links less is won, or nothing"
-)
+_NODES = "all ranks are taken to be in one node (--node-size); over slow links less is won, or nothing"
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def test_uneven_documents_pay_and_even_ones_do_not(advise) -> None:
 def test_the_text_says_what_to_do(advise) -> None:
     status, out, _ = advise(UNEVEN)
     assert status == 0 and "use it" in out and '"distca": {"enabled": true}' in out and "node" not in out
-    assert "--node-size was not given" in advise(UNEVEN * 4, ranks=16)[1]
+    assert "in one node (--node-size)" in advise(UNEVEN * 4, ranks=16)[1]
     near, far = (json.loads(advise(UNEVEN * 4, "--json", *more, ranks=16)[1]) for more in ((), ("--node-size", "8")))
     assert far["block"] == {"distca": {"enabled": True}} and far["note"] == ""
     assert (near["overlap"], far["overlap"]) == ("local_first", "ping_pong")
@@ -84,9 +84,8 @@ def test_attention_of_how_many_layers_is_kept(advise) -> None:
     assert "is memory" not in enough
     assert "there is memory, by estimate, to keep core attention of 0 of 32 checkpointed layers" in short
     one = advise(UNEVEN * 4, "--checkpointing", "--zero", "0", ranks=16)[1]
-    assert (
-        "node-size was not given" in one and "of 0 of 32 checkpointed layers" in one and "with it, local_first" in one
-    )
+    assert "in one node (--node-size)" in one
+    assert "of 0 of 32 checkpointed layers" in one and "with it, local_first" in one
     assert "memory" not in advise([4096] * 600, *nodes, "--zero", "0", ranks=16)[1]
 
 

@@ -85,6 +85,7 @@ def test_save_stores_there_alone(tmp_path, capsys, monkeypatch):
         (["--budget-seconds", "0"], "must be positive"),
         (["--budget-seconds", "x"], "--budget-seconds"),
         (["--tokens", "0"], "must be 1 or more"),
+        (["--tokens", "15"], "16 or more"),
         (["--save", "."], "a folder"),
     ],
 )

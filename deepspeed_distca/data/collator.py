@@ -7,22 +7,19 @@ It owns the boundaries of documents: targets are made inside each of them, befor
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed_distca.data.checks import one_of
-from deepspeed_distca.data.documents import KNOWN_KEYS, Document, listed, read_documents
+from deepspeed_distca.data.documents import KNOWN_KEYS, Document, Features, listed, read_documents
 from deepspeed_distca.data.from_layout import IGNORE_INDEX, ROWS, batch_from_layout
 from deepspeed_distca.data.packing import Overflow, cut
 from deepspeed_distca.given import integer
 from deepspeed_distca.layout import Layout
 
 logger = logging.getLogger(__name__)
-
-Features = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 class Fit(NamedTuple):

@@ -30,6 +30,8 @@ KNOWN_KEYS = frozenset(
     {"input_ids", "labels", "shift_labels", "layout", *DESCRIPTIONS, packed_params.NAME}
     | {"max_seqlen", "max_length_q", "max_length_k", "num_targets", "step_targets"}
 )
+#: One feature, or several in order.
+Features = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 class Document(NamedTuple):
@@ -39,9 +41,7 @@ class Document(NamedTuple):
     labels: np.ndarray
 
 
-def read_documents(
-    features: Mapping[str, Any] | Sequence[Mapping[str, Any]], ignore_index: int = IGNORE_INDEX
-) -> list[Document]:
+def read_documents(features: Features, ignore_index: int = IGNORE_INDEX) -> list[Document]:
     """The documents of a list of features (or of one feature), in order; empty ones are left out.
 
     A feature is a mapping with ``input_ids`` and optionally ``labels``, ``attention_mask``, ``position_ids`` and other
@@ -66,7 +66,7 @@ def read_documents(
     return documents
 
 
-def listed(features: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def listed(features: Features) -> Sequence[Mapping[str, Any]]:
     """One feature as a list of it.
 
     Raises:

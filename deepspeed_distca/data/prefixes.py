@@ -9,13 +9,13 @@ comes next there. Every text keeps its positions and all its targets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from deepspeed_distca.data.documents import KNOWN_KEYS, listed, read_feature
+from deepspeed_distca.data.documents import KNOWN_KEYS, Features, listed, read_feature
 from deepspeed_distca.data.from_layout import IGNORE_INDEX
 from deepspeed_distca.data.integers import integers, like_tokens
 from deepspeed_distca.defaults import GRANULARITY
@@ -103,7 +103,7 @@ class PrefixCollator:
         self.ignore_index = int(ignore_index)
         self._reported: set[str] = set()  # of messages only; no batch depends on it
 
-    def __call__(self, features: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, features: Features) -> dict[str, Any]:
         """One row of the given texts.
 
         Raises:
@@ -131,7 +131,7 @@ class PrefixCollator:
         }
         return {**batch, "layout": layout, "num_targets": int((shifted != self.ignore_index).sum())}
 
-    def _read(self, features: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[_Text]:
+    def _read(self, features: Features) -> list[_Text]:
         texts: list[_Text] = []
         number = 0
         for index, feature in enumerate(listed(features)):

@@ -20,7 +20,8 @@ All kinds are then without Liger's kernels: with them plain steps had gradients 
 
 `--host` adds the host's time to queue a layer's core attention of "long|short" behind a busy device: by transformers'
 function, by the plugin's with everything at home, and with rows moved as if they cost nothing. In brackets: what a
-moved layer takes beyond plain. To try the script on CPU: `--tokens 256 --widths 64 --attention sdpa`.
+moved layer takes beyond plain. Ranks may share a GPU, and then no steps are timed. To try the script on CPU:
+`--tokens 256 --widths 64 --attention sdpa`.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def main() -> None:
             host_times(args.attention, width, tokens, device) for width in args.widths for tokens in args.tokens
         ]
         report(args, results)
-    for zero in args.zero:
+    for zero in () if share_gpus() else args.zero:
         for width in args.widths:
             late = gather_floats([time.monotonic() - end], device)[0][0] > 0
             if not late:
@@ -119,13 +120,22 @@ def begin(liger: bool = True) -> tuple[torch.device, bool]:
     """This process's device, in the process group; and whether models have Liger's kernels, which they are not given
     on CPU."""
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     else:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+    if share_gpus():
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the device
+    deepspeed.init_distributed("nccl" if cuda and not share_gpus() else "gloo", timeout=timedelta(minutes=5))
     return device, use_liger() if cuda and liger else False
+
+
+def share_gpus() -> bool:
+    """Whether ranks share a GPU, which NCCL refuses."""
+    return 0 < torch.cuda.device_count() < int(os.environ["WORLD_SIZE"])
 
 
 def use_liger() -> bool:
@@ -341,7 +351,10 @@ def host_runs(
     kernel = select_kernel(
         None, device=device, dtype=dtype, q_heads=query, kv_heads=heads.key_value, head_dim=heads.head_dim
     )
-    group = exchange_group([list(range(world))], device, timedelta(minutes=1))
+    if share_gpus():
+        group = dist.new_group(backend="gloo")
+    else:
+        group = exchange_group([list(range(world))], device, timedelta(minutes=1))
     timer = DeviceTimer()
     exchange = TimedExchange(make_exchange(None, group, device, timeout=60, staging_mib=256), timer)
     layout = Layout.from_lengths([[tokens // 16] * 16 if r % 2 else [tokens] for r in range(world)])

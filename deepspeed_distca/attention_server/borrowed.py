@@ -4,20 +4,18 @@
 torch's allocator keeps the memory of each stream for itself. A side stream that works for some micro-batches only
 would hold the most that any of them ever asked of it, while the caller's stream has that much to spare at the time. So
 what is made on it is made by the functions here, which take the caller's memory while a :class:`Lender` is in force
-and are torch's own otherwise. A library's function gets them by :func:`borrowing`. What is made in C++ stays the side
-stream's.
+and are torch's own otherwise. A library's functions get them by ``kernels.repeated``. What is made in C++ stays the
+side stream's.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from types import FunctionType, ModuleType
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Lender:
@@ -61,6 +59,16 @@ class _Here(threading.local):
 _here = _Here()
 
 
+@contextmanager
+def nothing() -> Iterator[None]:
+    """Within it nothing is lent."""
+    lender, _here.lender = _here.lender, None
+    try:
+        yield
+    finally:
+        _here.lender = lender
+
+
 def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
     """``torch.empty``, and so for the others."""
     return torch.empty(*args, **kwargs) if _here.lender is None else _here.lender.make(torch.empty, args, kwargs)
@@ -78,21 +86,3 @@ def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def zeros_like(*args: Any, **kwargs: Any) -> torch.Tensor:
     return empty_like(*args, **kwargs).zero_()
-
-
-def borrowing(function: Function) -> Function:
-    """The same function of a library, whose calls of ``torch.empty`` and the like are those of this module.
-
-    It is a copy with a namespace of its own: the library is left as it is. A function that is none of plain Python's,
-    or does not know torch by that name, is given back as it is, and its memory is the side stream's.
-    """
-    names = getattr(function, "__globals__", {})
-    if not isinstance(function, FunctionType) or names.get("torch") is not torch:
-        return function
-    mine = ModuleType("torch")
-    mine.__dict__.update(torch.__dict__, empty=empty, empty_like=empty_like, zeros=zeros, zeros_like=zeros_like)
-    copy: Any = FunctionType(
-        function.__code__, {**names, "torch": mine}, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
 from deepspeed_distca.attention_server import borrowed
-from deepspeed_distca.attention_server.borrowed import Lender, borrowing
+from deepspeed_distca.attention_server.borrowed import Lender, nothing
 
 LIKE = torch.ones(3, 2)
 MAKERS = {
@@ -39,7 +39,7 @@ def test_tensors_are_made_by_the_owner_and_filled_by_the_user(name: str, current
         monkeypatch.setattr(torch, maker, lambda *a, real=real, **k: made.append(current[-1]) or real(*a, **k))
     zero_ = torch.Tensor.zero_
     monkeypatch.setattr(torch.Tensor, "zero_", lambda t: filled.append(current[-1]) or zero_(t))
-    make = borrowing(MAKERS_OF_A_LIBRARY[name])
+    make = partial(MAKERS[name], borrowed)
     expected = make()
     assert made == ["user"]
     with Lender("owner", "user"):
@@ -52,35 +52,10 @@ def test_tensors_are_made_by_the_owner_and_filled_by_the_user(name: str, current
     assert made[-1] == "user"
 
 
-def _of_a_library(name: str):
-    """A function that knows torch by its own global name, as a library's does."""
-    expressions = {
-        "empty": 'torch.empty(3, 2, device="cpu")',
-        "empty_like": "torch.empty_like(LIKE, dtype=torch.float64)",
-        "zeros": "torch.zeros((3, 2), dtype=torch.float64)",
-        "zeros_like": "torch.zeros_like(LIKE)",
-    }
-    names: dict = {"torch": torch, "LIKE": LIKE}
-    exec(f"def make():\n    return {expressions[name]}\n", names)
-    return names["make"]
-
-
-MAKERS_OF_A_LIBRARY = {name: _of_a_library(name) for name in MAKERS}
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_modules_own_functions_are_torchs_where_nobody_lends(name: str) -> None:
-    ours, theirs = MAKERS[name](borrowed_torch()), MAKERS[name](torch)
+    ours, theirs = MAKERS[name](borrowed), MAKERS[name](torch)
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-
-
-def borrowed_torch():
-    class Both:
-        float64 = torch.float64
-        empty, empty_like = staticmethod(borrowed.empty), staticmethod(borrowed.empty_like)
-        zeros, zeros_like = staticmethod(borrowed.zeros), staticmethod(borrowed.zeros_like)
-
-    return Both
 
 
 def test_a_tensor_is_kept_until_it_is_released(current) -> None:
@@ -110,20 +85,10 @@ def test_the_user_is_current_again_after_an_error(current) -> None:
     assert current == ["user", "owner", "user"]
 
 
-def test_a_library_is_left_as_it_is_and_its_function_works_alike(current) -> None:
-    make = MAKERS_OF_A_LIBRARY["empty"]
-    assert borrowing(make) is not make
+def test_nothing_is_lent_for_a_while(current) -> None:
     with Lender("owner", "user"):
-        make()
-    assert current == ["user"]
-
-    def scaled(x, *, factor=2):
-        return torch.zeros_like(x) + factor * x
-
-    assert torch.equal(borrowing(scaled)(LIKE), 2 * LIKE)
-    assert torch.equal(borrowing(scaled)(LIKE, factor=3), 3 * LIKE)
-
-
-def test_what_is_no_plain_function_stays() -> None:
-    assert borrowing(math.sqrt) is math.sqrt
-    assert borrowing(len) is len
+        with nothing():
+            borrowed.empty(5)
+        assert current == ["user"]
+        borrowed.empty(5)
+    assert current == ["user", "owner", "user"]

@@ -24,6 +24,7 @@ from deepspeed_distca.attention_server.kernels import (
     make_kernel,
 )
 from deepspeed_distca.attention_server.kernels.reference import ReferenceKernel
+from deepspeed_distca.attention_server.kernels.repeated import no_programs
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, TaskBatch
 from tests.attention_server.test_merging import check_rows_without_keys, check_views
 
@@ -157,10 +158,12 @@ def expected_of(q, k, v, dout, tasks: TaskBatch, spec: AttentionSpec):
     return out, lse, by_name(grads)
 
 
-def compare(name, tasks, spec, heads=HEADS, dims=DIMS, dtype=torch.bfloat16, kernel=None, tolerance=1e-2) -> None:
+def compare(
+    name, tasks, spec, heads=HEADS, dims=DIMS, dtype=torch.bfloat16, kernel=None, tolerance=1e-2, seed=0
+) -> None:
     """Forward and backward, by out and by delta: values inside the ranges, rows outside as they were."""
     kernel = kernel or fitting(name, spec, heads, dims, dtype)
-    q, k, v, dout = inputs(tasks, heads, dims, dtype)
+    q, k, v, dout = inputs(tasks, heads, dims, dtype, seed)
     q_rows = rows_of(tasks.q_start, tasks.q_len, tasks.q_rows)
     k_rows = rows_of(tasks.k_start, tasks.k_len, tasks.k_rows)
     wanted_out, wanted_lse, wanted = expected_of(q, k, v, dout, tasks, spec)
@@ -424,6 +427,40 @@ def test_nothing_waits_for_the_device(name, way):
                 kernel.backward(BackwardInputs(q, k, v, dout, lse, **given), tasks, spec, grads)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+
+
+SPECS = {
+    "plain": AttentionSpec(DIMS[0] ** -0.5),
+    "window": AttentionSpec(DIMS[0] ** -0.5, window=100),
+    "softcap": AttentionSpec(DIMS[0] ** -0.5, softcap=5.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("batch", "spec"),
+    [(batch, "plain") for batch in (*BATCHES, "tiles")] + [("prefixes", "window"), ("reordered", "softcap")],
+)
+def test_flash_attention_4_repeats_a_batchs_first_calls(batch, spec, monkeypatch):
+    tasks, name = FULL["gaps"]() if batch == "tiles" else BATCHES[batch](), "flash_attn_4"
+    kernel = fitting(name, SPECS[spec])
+    asked = []
+    for function in (kernel._forward, kernel._backward):
+        library = function._function
+
+        def counted(*args, library=library, **kwargs):
+            asked.append(len(args))
+            return library(*args, **kwargs)
+
+        # A plain function, as only such are repeated.
+        monkeypatch.setattr(function, "_function", counted)
+    for seed in range(3):
+        compare(name, tasks, SPECS[spec], kernel=kernel, tolerance=1.5e-2, seed=seed)
+        if not seed:
+            first = len(asked)
+    # Forward, and backward by out and by delta, each in earnest and twice in small.
+    assert (first, len(asked)) == (9, 9)
+    programs = tasks.once(no_programs)
+    assert len(programs) == 3 and all(programs.values())
 
 
 def test_flash_attention_4_compiles_nothing_new_for_short_or_scattered_batches():

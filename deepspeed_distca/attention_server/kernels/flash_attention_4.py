@@ -12,9 +12,8 @@ sets FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 before it is first imported; that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
 
@@ -39,12 +38,16 @@ from deepspeed_distca.attention_server.kernels.libraries import (
     out_from_delta,
 )
 from deepspeed_distca.attention_server.kernels.packed import PackedCall, packed_calls
+from deepspeed_distca.attention_server.kernels.repeated import Call, Repeated, no_programs
 from deepspeed_distca.attention_server.task_batch import AttentionSpec, DeviceTasks, TaskBatch
 
 DISTRIBUTION = "flash-attn-4"
 # The library compiles a variant of its own where the longest range fits one tile (at most 128 rows, or 192 on
 # Hopper). A larger maximum than the true one changes nothing else, so short batches say this and share the kernel.
 MIN_MAX_SEQLEN = 256
+#: Tasks and rows of each with which launches are tried out, see `repeated`: of more tasks than 256 the library has
+#: other ones.
+_MOST_TRIED, _ROWS_TRIED = 1024, 16
 
 
 class FlashAttention4Kernel:
@@ -101,17 +104,8 @@ class FlashAttention4Kernel:
         _check_sizes(self.name, q, v)
         out, lse = new_outputs(q, v) if into is None else into
         if len(tasks):
-            self._forward(
-                q,
-                k,
-                v,
-                **_ranges(tasks.on(q.device), tasks.max_q, tasks.max_k),
-                **_mask(spec, tasks.causal),
-                softmax_scale=spec.scale,
-                softcap=spec.softcap,
-                out=out,
-                lse=lse,
-            )
+            call = _forward_call(q, k, v, tasks.on(q.device), tasks, spec, out, lse)
+            self._forward(call, tasks.once(no_programs), partial(_forward_example, q, v, tasks, spec))
         return out, lse
 
     @torch.no_grad()
@@ -144,31 +138,17 @@ class FlashAttention4Kernel:
         self, inputs: BackwardInputs, ranges: DeviceTasks, tasks: TaskBatch, spec: AttentionSpec, grads: Gradients
     ) -> None:
         out, dlse = inputs.once(_out_and_dlse)
-        self._backward(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            out,
-            # A dout with strides has given wrong gradients where its offsets pass 2^31.
-            inputs.dout.contiguous(),
-            inputs.lse.contiguous(),
-            **_ranges(ranges, tasks.max_q, tasks.max_k),
-            **_mask(spec, tasks.causal),
-            softmax_scale=spec.scale,
-            softcap=spec.softcap or 0.0,
-            dq=grads.dq,
-            dk=grads.dk,
-            dv=grads.dv,
-            dlse=dlse,
-        )
+        call = _backward_call(inputs, out, dlse, ranges, tasks, spec, grads)
+        example = partial(_backward_example, inputs, dlse is not None, tasks, spec)
+        self._backward(call, tasks.once(no_programs), example)
 
     @cached_property
-    def _forward(self) -> Callable[..., Any]:
-        return borrowed.borrowing(self._library._flash_attn_fwd)
+    def _forward(self) -> Repeated:
+        return Repeated(self._library._flash_attn_fwd)
 
     @cached_property
-    def _backward(self) -> Callable[..., Any]:
-        return borrowed.borrowing(self._library._flash_attn_bwd)
+    def _backward(self) -> Repeated:
+        return Repeated(self._library._flash_attn_bwd)
 
     @cached_property
     def _library(self) -> ModuleType:
@@ -219,21 +199,88 @@ def _check_sizes(name: str, q: torch.Tensor, v: torch.Tensor) -> None:
     check_elements(name, len(v), v.shape[1], widest)
 
 
-def _ranges(ranges: DeviceTasks, max_q: int, max_k: int) -> dict:
+def _forward_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ranges: DeviceTasks,
+    tasks: TaskBatch,
+    spec: AttentionSpec,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> Call:
+    options = {**_ranges(ranges, tasks), **_mask(spec, tasks.causal), "softcap": spec.softcap, "out": out, "lse": lse}
+    return Call((q, k, v), options, (out, lse))
+
+
+def _backward_call(
+    inputs: BackwardInputs,
+    out: torch.Tensor,
+    dlse: torch.Tensor | None,
+    ranges: DeviceTasks,
+    tasks: TaskBatch,
+    spec: AttentionSpec,
+    grads: Gradients,
+) -> Call:
+    # A dout with strides has given wrong gradients where its offsets pass 2^31.
+    dout, lse = inputs.dout.contiguous(), inputs.lse.contiguous()
+    options = {
+        **_ranges(ranges, tasks),
+        **_mask(spec, tasks.causal),
+        "softcap": spec.softcap or 0.0,
+        "dq": grads.dq,
+        "dk": grads.dk,
+        "dv": grads.dv,
+        "dlse": dlse,
+    }
+    return Call((inputs.q, inputs.k, inputs.v, out, dout, lse), options, (grads.dq, grads.dk, grads.dv))
+
+
+def _ranges(ranges: DeviceTasks, tasks: TaskBatch) -> dict[str, Any]:
     return {
         "cu_seqlens_q": ranges.q_start,
         "cu_seqlens_k": ranges.k_start,
         "seqused_q": ranges.q_len,
         "seqused_k": ranges.k_len,
-        "max_seqlen_q": max(MIN_MAX_SEQLEN, max_q),
-        "max_seqlen_k": max(MIN_MAX_SEQLEN, max_k),
+        "max_seqlen_q": max(MIN_MAX_SEQLEN, tasks.max_q),
+        "max_seqlen_k": max(MIN_MAX_SEQLEN, tasks.max_k),
     }
 
 
-def _mask(spec: AttentionSpec, causal: bool) -> dict:
-    """Causal, with a window of `left` keys before the query's own, or none."""
-    left = None if spec.window is None else spec.window - 1
-    return {"causal": causal, "window_size_left": left, "window_size_right": None if left is None else 0}
+def _mask(spec: AttentionSpec, causal: bool) -> dict[str, Any]:
+    """Causal, with a window of `left` keys before the query's own, or none; and the scale."""
+    left, right = (None, None) if spec.window is None else (spec.window - 1, 0)
+    return {"causal": causal, "window_size_left": left, "window_size_right": right, "softmax_scale": spec.scale}
+
+
+def _forward_example(q: torch.Tensor, v: torch.Tensor, tasks: TaskBatch, spec: AttentionSpec) -> Call:
+    """Of a call of forward: see :class:`Repeated`."""
+    small = _small(tasks)
+    q, k, v = (_random(small.q_rows, x, heads) for x, heads in ((q, q), (q, v), (v, v)))
+    return _forward_call(q, k, v, small.on(q.device), tasks, spec, *new_outputs(q, v))
+
+
+def _backward_example(inputs: BackwardInputs, dlse: bool, tasks: TaskBatch, spec: AttentionSpec) -> Call:
+    """Of a call of backward."""
+    small, (q, v) = _small(tasks), (inputs.q, inputs.v)
+    q, k, v, out, dout = (_random(small.q_rows, x, heads) for x, heads in ((q, q), (q, v), (v, v), (v, q), (v, q)))
+    lse, gradient = (torch.randn(q.shape[1], len(q), device=q.device) + 4.0 for _ in range(2))
+    given = BackwardInputs(q, k, v, dout, lse, out)
+    grads = Gradients(*map(torch.empty_like, (q, k, v)))
+    return _backward_call(given, out, gradient if dlse else None, small.on(q.device), tasks, spec, grads)
+
+
+def _small(tasks: TaskBatch) -> TaskBatch:
+    """As many tasks of a few rows each."""
+    count = min(len(tasks), _MOST_TRIED)
+    start, length = np.arange(count) * _ROWS_TRIED, np.full(count, _ROWS_TRIED)
+    rows = count * _ROWS_TRIED
+    return TaskBatch(start, length, start, length, rows, rows, causal=tasks.causal)
+
+
+def _random(rows: int, like: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """Rows of as many heads as one tensor's, of another one's dimension."""
+    return torch.randn(rows, heads.shape[1], like.shape[2], dtype=like.dtype, device=like.device)
 
 
 def _has_no_dlse(q: torch.Tensor, v: torch.Tensor) -> bool:

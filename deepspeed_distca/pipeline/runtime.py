@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from deepspeed.runtime.pipe import schedule as ds
@@ -62,6 +61,7 @@ class PreparedPipeline:
     """What a rank knows of its pipeline before it meets the others.
 
     Attributes:
+        topology: which ranks share attention; slots: which plan each of their layers follows.
         heads: of the model's attention.
         contract: how the model reads its batches.
         choice: the cost model, on rank 0 alone.
@@ -71,7 +71,6 @@ class PreparedPipeline:
     topology: _Topology
     slots: Slots
     heads: Heads
-    dtype: torch.dtype
     contract: Contract
     choice: Choice | None
     same: dict[str, Any]
@@ -145,7 +144,7 @@ class PipelineRuntime:
         window = next((w for stage in module.stage_windows for w in stage), None)
         choice = own_cost_model(config, heads, device=engine.device, dtype=dtype, window=window)
         own = {"machine": machine(), **cost_to_say(choice)}
-        return PreparedPipeline(topology, slots, heads, dtype, contract, choice, same, own)
+        return PreparedPipeline(topology, slots, heads, contract, choice, same, own)
 
     def _set_up(
         self, engine: PipelineEngine, config: DistCAConfig, prepared: PreparedPipeline, meeting: Meeting
@@ -154,7 +153,7 @@ class PipelineRuntime:
         module: DecoderPipeline = engine.module
         self._engine, self._module, watch = engine, module, self._watch
         self._scope = config.advanced.pipeline_scope
-        topology, slots, heads, dtype = prepared.topology, prepared.slots, prepared.heads, prepared.dtype
+        topology, slots, heads, dtype = prepared.topology, prepared.slots, prepared.heads, attention_dtype(engine)
         choice = said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
         own_servers = next(group for group in topology.groups if dist.get_rank() in group)
         machines = {rank: meeting.hellos[rank].own["machine"] for rank in own_servers}

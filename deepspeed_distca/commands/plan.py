@@ -57,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--granularity", type=int, default=GRANULARITY, help=f"cuts lie at multiples of it ({GRANULARITY})"
     )
-    parser.add_argument("--min-shard-tokens", type=int, help="query rows below which nothing is cut (a granule)")
     parser.add_argument("--max-received-rows", type=int, help="cap on query + key/value rows a server receives (none)")
     parser.add_argument(
         "--server-weights",
@@ -93,7 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
             cost,
             phase=phase,
             tolerance=arguments.tolerance,
-            min_shard_tokens=arguments.min_shard_tokens,
             granularity=arguments.granularity,
             window=arguments.window,
             server_weights=arguments.server_weights,

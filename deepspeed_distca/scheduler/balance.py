@@ -53,7 +53,6 @@ def balance(
     *,
     phase: Phase = "forward",
     tolerance: float = TOLERANCE,
-    min_shard_tokens: int | None = None,
     granularity: int = GRANULARITY,
     window: int | None = None,
     heads: Heads | None = None,
@@ -65,17 +64,16 @@ def balance(
     A pure function of its arguments. Where loads are within the tolerance already, every row is computed at its home.
     Otherwise the bound holds wherever cuts allow it: no load exceeds (1 + tolerance) times the server's share of the
     plan's own total, or its share plus the costliest shard, if that is more (``Shares.promised``). A shard is a range
-    that no cut divides: as `min_shard_tokens` rows are neither cut off nor left over, and cuts lie at multiples of
-    `granularity`, that is up to 2 * min_shard_tokens + granularity rows. With a cap on received rows nothing is
-    promised of loads.
+    that no cut divides: cuts lie at multiples of `granularity` and leave as many rows on either side, so that it has
+    up to three times as many. With a cap on received rows nothing is promised of loads.
 
     Args:
         layout: where the tokens live.
         cost: what tasks cost; decides everything.
         phase: "forward" or "backward": whose cost is balanced and whose bytes are weighed.
         tolerance: share by which a load may exceed its own.
-        min_shard_tokens: query rows below which no piece is cut, nor left over by a cut; None is one granule.
-        granularity: cuts lie at document positions that are multiples of it.
+        granularity: cuts lie at document positions that are multiples of it, and leave at least so many query rows on
+            either side.
         window: keys a query sees, its own included; None for full causal attention.
         heads: bytes of the rows; None takes the cost model's.
         server_weights: relative speeds of the servers, integers in 0..1000000, one for each rank; None is all equal.
@@ -93,8 +91,8 @@ def balance(
         ValueError: an option out of range.
         OverflowError: documents so long that costs would leave int64, or cuts that would make them.
     """
-    _check_options(tolerance, min_shard_tokens, granularity, window, max_received_rows)
-    granularity, shard = int(granularity), max(int(granularity), int(min_shard_tokens or 1))
+    _check_options(tolerance, granularity, window, max_received_rows)
+    granularity = int(granularity)
     window = None if window is None else int(window)
     terms = cost.phase(phase)
     layout.validate()
@@ -129,7 +127,6 @@ def balance(
             shares=shares,
             cuts=cuts,
             window=window,
-            shard=shard,
             row_costs=prices,
             max_received_rows=max_received_rows,
             received_rows=received.copy(),
@@ -150,11 +147,11 @@ def balance(
         best = _with_other_totals(best, attempt, shares, least)
         reached = best.loads.tolist()
     most = shares.promised(
-        sum(reached), costliest_shard(pieces, lambda ends: units.costs(ends, cost, phase), granularity, shard)
+        sum(reached), costliest_shard(pieces, lambda ends: units.costs(ends, cost, phase), granularity)
     )
     if all(load <= bound for load, bound in zip(reached, most, strict=True)):
         return best
-    dealing = Dealing(pieces, costs, documents, num_ranks, cuts, shard)
+    dealing = Dealing(pieces, costs, documents, num_ranks, cuts)
     dealt = [tasks_of(dealing.lowest(shares, least, whole=whole)) for whole in (False, True)]
     return min(best, *dealt, key=lambda tasks: shares.total_at(tasks.loads.tolist()))
 
@@ -188,16 +185,10 @@ def _with_other_totals(best: Tasks, attempt: Callable[[int], Tasks], shares: Sha
     return best
 
 
-def _check_options(
-    tolerance: float,
-    min_shard_tokens: int | None,
-    granularity: int,
-    window: int | None,
-    max_received_rows: int | None,
-) -> None:
+def _check_options(tolerance: float, granularity: int, window: int | None, max_received_rows: int | None) -> None:
     number("tolerance", tolerance, 0, MAX_TOLERANCE)
     integer("granularity", granularity, 1, MAX_TOKENS)
-    optional = {"min_shard_tokens": min_shard_tokens, "window": window, "max_received_rows": max_received_rows}
+    optional = {"window": window, "max_received_rows": max_received_rows}
     for name, value in optional.items():
         if value is not None:
             integer(name, value, 1, MAX_TOKENS)

@@ -36,11 +36,11 @@ class Cuts:
             )
         return self._terms(start, end, key_start(start, self._window), self._window)
 
-    def limits(self, start: int, end: int, shard: int) -> tuple[int, int]:
-        """The first and the last place where [start, end) may be cut into parts of at least `shard` rows; the first
-        is beyond the last where there is none."""
+    def limits(self, start: int, end: int) -> tuple[int, int]:
+        """The first and the last place where [start, end) may be cut into parts of at least a granule; the first is
+        beyond the last where there is none."""
         granularity = self._granularity
-        return -(-(start + shard) // granularity) * granularity, (end - shard) // granularity * granularity
+        return -(-start // granularity) * granularity + granularity, end // granularity * granularity - granularity
 
     def last_granule(self, start: int, end: int) -> int:
         """Cost of the last granule's number of queries of [start, end)."""
@@ -124,11 +124,9 @@ class UnitCuts:
         return self._full.get(document, self._causal) if self._full else self._causal
 
 
-def costliest_shard(
-    pieces: np.ndarray, costs: Callable[[np.ndarray], np.ndarray], granularity: int, shard: int
-) -> int:
-    """Cost of the costliest query range that no cut divides: the last 2 * shard + granularity rows of some piece, of
-    which two parts of at least `shard` rows, cut at a multiple of the granularity, cannot always be made.
+def costliest_shard(pieces: np.ndarray, costs: Callable[[np.ndarray], np.ndarray], granularity: int) -> int:
+    """Cost of the costliest query range that no cut divides: the last three granules' rows of some piece, of which two
+    parts of at least a granule, cut at a multiple of it, cannot always be made.
 
     Args:
         pieces: see ``Layout.pieces``.
@@ -137,5 +135,5 @@ def costliest_shard(
     if not len(pieces):
         return 0
     ends = pieces.copy()
-    ends[:, PIECE_START] = np.maximum(pieces[:, PIECE_START], pieces[:, PIECE_END] - (2 * shard + granularity))
+    ends[:, PIECE_START] = np.maximum(pieces[:, PIECE_START], pieces[:, PIECE_END] - 3 * granularity)
     return int(costs(ends).max())

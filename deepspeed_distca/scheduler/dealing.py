@@ -30,16 +30,15 @@ class Dealing:
     """The pieces of a layout, to be dealt out under limits."""
 
     def __init__(
-        self, pieces: np.ndarray, costs: np.ndarray, documents: Documents, num_ranks: int, cuts: UnitCuts, shard: int
+        self, pieces: np.ndarray, costs: np.ndarray, documents: Documents, num_ranks: int, cuts: UnitCuts
     ) -> None:
         """Args:
         pieces, costs: ``Layout.pieces`` and what each costs as one task.
         documents: how they are numbered.
         num_ranks: how many servers there are.
         cuts: the cost of a query range, and where to cut.
-        shard: the fewest query rows that are cut off or left over.
         """
-        self._cuts, self._shard = cuts, shard
+        self._cuts = cuts
         self._ids, numbers = documents.ids.tolist(), documents.of_piece.tolist()
         self._own: list[list[_Range]] = [[] for _ in range(num_ranks)]
         self._whole: list[list[_Range]] = [[] for _ in range(num_ranks)]
@@ -127,6 +126,6 @@ class Dealing:
     def _cut(self, document: int, start: int, end: int, room: int) -> int:
         """Where to cut [start, end) so that its head fits the room; `start` where there is no such place."""
         cuts = self._cuts.of(document)
-        lowest, highest = cuts.limits(start, end, self._shard)
+        lowest, highest = cuts.limits(start, end)
         x = min(cuts.head_within(start, end, room), highest)
         return x if lowest <= x else start

@@ -179,7 +179,6 @@ class _Levels:
             shares=node.shares,
             cuts=UnitCuts(terms, self._window, self._granularity, {}),
             window=self._window,
-            shard=self._granularity,
             row_costs=row_costs(self._cost.heads, self._phase, self._cost.bytes_per_second),
             max_received_rows=None,
             received_rows=[0] * len(node.shares.weights),

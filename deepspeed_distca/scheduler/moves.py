@@ -75,7 +75,6 @@ class Moves:
         shares: Shares,
         cuts: UnitCuts,
         window: int | None,
-        shard: int,
         row_costs: tuple[int, int],
         max_received_rows: int | None,
         received_rows: list[int],
@@ -88,14 +87,13 @@ class Moves:
         shares: who may have how much.
         cuts: the cost of a query range, and where to cut.
         window: keys a query sees, or None.
-        shard: the fewest query rows that are cut off or left over.
         row_costs: of transferring a query row, out and back, and a key/value row; in the unit of loads.
         max_received_rows, received_rows: a cap, and what servers receive already.
         assumed_total: limits are shares of this; 0: of the total load, which grows as cuts add to it.
         """
         self._pieces, self._costs, self._documents = pieces, costs, documents
         self._loads, self._total = loads, sum(loads)
-        self._shares, self._cuts, self._shard = shares, cuts, shard
+        self._shares, self._cuts = shares, cuts
         self._holdings = Holdings(pieces, documents, window)
         self._q_cost, self._kv_cost = row_costs
         self._cap, self._received = max_received_rows, received_rows
@@ -282,7 +280,7 @@ class Moves:
         cost, document, start, end = piece
         cuts = self._cuts.of(document)
         below, above = cuts.joined(start), cuts.joined(end)
-        lowest, highest = cuts.limits(start, end, self._shard)
+        lowest, highest = cuts.limits(start, end)
         least = cost - below - above
         if lowest <= highest:
             least = min(least, cuts.cost(start, lowest) - below, cuts.cost(highest, end) - above)
@@ -310,7 +308,7 @@ class Moves:
         savings = below, above = self._savings(server, piece)
         joined, ranges = whole - below - above, []
         if joined > min(room, wanted):
-            lowest, highest = cuts.limits(start, end, self._shard)
+            lowest, highest = cuts.limits(start, end)
             if lowest <= highest:
                 kept = whole - wanted  # what may stay with the giver
                 x = min(cuts.head_within(start, end, room + below), cuts.tail_within(start, end, kept))
@@ -468,7 +466,7 @@ class Moves:
         for piece in self._own[giver][-_LOOK_AT:]:
             _, document, start, end = piece
             cuts = self._cuts.of(document)
-            lowest, highest = cuts.limits(start, end, self._shard)
+            lowest, highest = cuts.limits(start, end)
             holders = [s for s in self._holdings.servers(document) if s != giver and weights[s]]
             holders = nsmallest(_HOLDERS, holders, key=self._relative)
             shards = [(start, lowest), (highest, end)] if lowest <= highest else [(start, end)]

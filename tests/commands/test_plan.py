@@ -110,11 +110,11 @@ def test_options_reach_the_planner(plan):
     assert np.array(report["bytes"])[0, 1] == 3000 * 512 and np.array(report["bytes"]).sum() == 3000 * 512
     _, out, _ = plan(given(), "--json", "--max-received-rows", "1")
     assert all(task["home"] == [task["server"]] for task in json.loads(out)["tasks"])
-    _, out, _ = plan(given(), "--json", "--granularity", "512", "--min-shard-tokens", "600")
+    _, out, _ = plan(given(), "--json", "--granularity", "512")
     moved = [task for task in json.loads(out)["tasks"] if task["home"] != [task["server"]]]
     length = {document: len(home) for document, home in documents_of(LAYOUT).items()}
     rows = [(task["q_end"] - task["q_start"], length[task["document"]]) for task in moved]
-    assert rows and all(size >= 600 or size == whole for size, whole in rows)
+    assert rows and all(size >= 512 or size == whole for size, whole in rows)
     _, out, _ = plan(given(), "--json", "--server-weights", "1,1,1,0")
     assert json.loads(out)["load_after"][3] == 0
     _, out, _ = plan(given(), "--json", "--phase", "backward")
@@ -269,14 +269,12 @@ def test_one_line_for_a_wrong_layout(plan, layout, message):
         (["--granularity", "9" * 30], "granularity"),
         (["--window", "9" * 30], "window"),
         (["--window", "9" * 5000], "window"),
-        (["--min-shard-tokens", "9" * 30], "min_shard_tokens"),
         (["--max-received-rows", "9" * 30], "max_received_rows"),
         (["--server-weights", "9" * 30 + ",1,1,1"], "server_weights"),
         (["--server-weights", "0,0,0,0"], "server_weights"),
         (["--granularity", "0"], "granularity"),
         (["--granularity", "1.5"], "granularity"),
         (["--window", "0"], "window"),
-        (["--min-shard-tokens", "-1"], "min_shard_tokens"),
         (["--max-received-rows", "0"], "max_received_rows"),
         (["--server-weights", "1,2"], "server_weights"),
         (["--server-weights", "1,2,x,4"], "server-weights"),

@@ -52,7 +52,6 @@ def promised(
     *,
     phase: Phase = "forward",
     granularity: int = 128,
-    min_shard_tokens: int | None = None,
     window: int | None = None,
     server_weights: Sequence[int] | None = None,
 ) -> list[int]:
@@ -60,13 +59,12 @@ def promised(
 
     That is (1 + tolerance) times its share; or its share plus the costliest shard, if that is more (with unequal
     weights a fast server may keep a little more, see ``Shares.promised``). The costliest shard is what the last cut of
-    some rank's own piece leaves: up to 2 * min_shard_tokens + granularity rows, of which two parts that respect both
-    cannot be made. The share is of the plan's own total, to which every cut adds.
+    some rank's own piece leaves: up to three granules, of which two parts of a granule at least cannot always be
+    made. The share is of the plan's own total, to which every cut adds.
     """
     shares = Shares(server_weights, layout.num_ranks, tolerance)
-    shard = max(granularity, min_shard_tokens or 1)
     costliest = costliest_shard(
-        layout.pieces, lambda ends: Units(layout, window).costs(ends, cost, phase), granularity, shard
+        layout.pieces, lambda ends: Units(layout, window).costs(ends, cost, phase), granularity
     )
     return shares.promised(int(tasks.loads.sum()), costliest)
 

@@ -57,7 +57,6 @@ def random_case(seed: int) -> Case:
         "phase": rng.choice(["forward", "backward"]),
         "tolerance": rng.choice([0, 0.001, 0.005, 0.02, 0.02, 0.1, 0.3, 1.0]),
         "granularity": rng.choice([1, 1, 2, 7, 16, 64, 128, 128, 128, 1000]),
-        "min_shard_tokens": rng.choice([None, None, None, 1, 5, 40, 300, 1000]),
         "window": rng.choice([None, None, None, 1, 2, 50, 127, 128, 129, 3000]),
         "server_weights": _random_weights(rng, ranks),
         "max_received_rows": rng.choice([1, 50, 500, 5000, 50000]) if rng.random() < 0.15 else None,
@@ -150,7 +149,7 @@ def _check(case: Case, seed: int) -> None:
     window, phase = options["window"], options["phase"]
     tasks = balance(layout, cost, **options)
     check_tasks(layout, tasks.rows, window)
-    check_shards(layout, tasks.rows, max(options["granularity"], options["min_shard_tokens"] or 1))
+    check_shards(layout, tasks.rows, options["granularity"])
     _check_cuts(layout, tasks.rows, options["granularity"])
     home = home_tasks(layout, window)
     check_tasks(layout, home, window)
@@ -214,7 +213,7 @@ def _check_bound(case: Case, tasks: Tasks, home: np.ndarray) -> None:
         assert max(loads) <= max(before), "slower than at home"
     if options["max_received_rows"]:
         return
-    names = ("phase", "granularity", "min_shard_tokens", "window", "server_weights")
+    names = ("phase", "granularity", "window", "server_weights")
     most = promised(layout, cost, tasks, options["tolerance"], **{name: options[name] for name in names})
     worst = max((load / bound, server) for server, (load, bound) in enumerate(zip(loads, most, strict=True)) if bound)
     assert all(load <= bound for load, bound in zip(loads, most, strict=True)), f"{worst} times the bound"

@@ -28,7 +28,6 @@ OPTIONS = st.fixed_dictionaries(
         "tolerance": st.sampled_from([0.0, 0.001, 0.02, 0.05, 0.3]),
         "granularity": st.sampled_from([1, 16, 128, 128, 1000]),
         "window": windows(),
-        "min_shard_tokens": st.sampled_from([None, None, 1, 300, 1000]),
     }
 )
 
@@ -39,7 +38,7 @@ def test_covers_every_query_once_and_keeps_the_promise(layout, cost, options):
     model, phase = COSTS[cost]
     tasks = balance(layout, model, phase=phase, **options)
     check_tasks(layout, tasks.rows, options["window"])
-    check_shards(layout, tasks.rows, max(options["granularity"], options["min_shard_tokens"] or 1))
+    check_shards(layout, tasks.rows, options["granularity"])
     rows, window = tasks.rows, options["window"]
     costs = model.cost(rows[:, 1], rows[:, 2], rows[:, 3], window, phase)
     loads = np.bincount(rows[:, 5], weights=costs, minlength=layout.num_ranks)
@@ -309,7 +308,6 @@ def test_pieces_of_equal_cost_are_told_apart_by_where_the_rest_lies():
         ({"granularity": 1.5}, "granularity"),
         ({"window": 0}, "window"),
         ({"window": False}, "window"),
-        ({"min_shard_tokens": 0}, "min_shard_tokens"),
         ({"max_received_rows": -1}, "max_received_rows"),
         ({"phase": "both"}, "phase"),
         ({"server_weights": [1]}, "server_weights"),

@@ -78,8 +78,8 @@ def test_a_cap_is_raised_no_further_than_weight_0_needs():
 @pytest.mark.parametrize(
     ("heads", "servers", "length", "options"),
     [
-        (Heads(4, 1, 16), 16, 2030, dict(window=1, granularity=1, min_shard_tokens=5)),
-        (Heads(4, 1, 16), 16, 2030, dict(window=1, granularity=1, min_shard_tokens=5, phase="backward")),
+        (Heads(4, 1, 16), 16, 2030, dict(window=1, granularity=5)),
+        (Heads(4, 1, 16), 16, 2030, dict(window=1, granularity=5, phase="backward")),
         (Heads(), 16, 2030, dict(window=128, granularity=1)),
         (Heads(), 48, 3000, dict(granularity=1, phase="backward")),
     ],
@@ -92,7 +92,7 @@ def test_one_short_document_over_many_servers_keeps_the_bound(heads, servers, le
 
 
 def test_where_tasks_are_dear_and_cuts_free_all_servers_get_the_same():
-    layout, options = Layout.from_lengths([[2030]] + [[]] * 15), dict(window=1, granularity=1, min_shard_tokens=5)
+    layout, options = Layout.from_lengths([[2030]] + [[]] * 15), dict(window=1, granularity=5)
     assert balance(layout, CostModel.fitted(Heads(4, 1, 16)), tolerance=0.02, **options).balance <= 1.02
 
 

@@ -57,7 +57,7 @@ def test_every_pair_once_within_the_bound(seed: int, ranks: int, phase, toleranc
     np.add.at(loads, tasks.rows[:, SERVER], task_costs(tasks.rows, COST, phase))
     assert np.array_equal(loads, tasks.loads)
     units = Units(layout, None)
-    shard = costliest_shard(units.pieces, lambda ends: units.costs(ends, COST, phase), granularity, granularity)
+    shard = costliest_shard(units.pieces, lambda ends: units.costs(ends, COST, phase), granularity)
     bound = Shares(None, ranks, tolerance).promised(int(loads.sum()), shard)
     assert all(load <= most for load, most in zip(loads.tolist(), bound, strict=True))
 

@@ -111,4 +111,4 @@ class Overlap:
 
 def needs_of_turns(engine: DeepSpeedEngine) -> list[compat.Need]:
     """What two nano-batches need of names that are not public."""
-    return ["ping_pong", "ping_pong_zero_3"] if engine.zero_optimization_stage() == 3 else ["ping_pong"]
+    return ["ping_pong_zero_3"] if engine.zero_optimization_stage() == 3 else []

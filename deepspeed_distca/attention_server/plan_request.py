@@ -32,6 +32,7 @@ class PlanRequest:
         divisor: fp32 scalar on the device; it has its value from the first :meth:`result` on, which is before any
             later work on the stream reads it.
         kept_layers: of how many checkpointed layers core attention is kept, from the first :meth:`result` on.
+        wanted: what the first :meth:`result` was told.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class PlanRequest:
     ) -> None:
         self.divisor = torch.ones((), device=device)
         self.kept_layers = 0
+        self.wanted: bool | None = None
         self._gathered, self._make = gathered, make
         self._plan: StepPlan | None = None
         self._steps: Iterator[tuple[StepPlan, float]] = iter(())
@@ -58,7 +60,7 @@ class PlanRequest:
             Exception: of agreeing and planning; with an input that cannot be used, the same on every rank.
         """
         if self._plan is None:
-            everyone = self._gathered()
+            everyone, self.wanted = self._gathered(), wanted
             self._steps = self._make(everyone, wanted)
             self._plan, divisor = next(self._steps)
             self.kept_layers = everyone.kept_layers

@@ -28,7 +28,7 @@ from deepspeed_distca.attention_server.kernels import BackwardInputs, Gradients,
 from deepspeed_distca.attention_server.merging import merge
 from deepspeed_distca.attention_server.parts import Part, Parts
 from deepspeed_distca.attention_server.rank_plan import RankPlan, Run
-from deepspeed_distca.attention_server.row_dots import row_dots
+from deepspeed_distca.attention_server.row_dots import row_dots, row_stats
 from deepspeed_distca.attention_server.serving import add_gradients, attend, results_of, sum_dtype
 from deepspeed_distca.attention_server.side_stream import SideStream
 from deepspeed_distca.attention_server.task_batch import AttentionSpec
@@ -276,10 +276,10 @@ class BackwardSteps(_Steps):
         if p.is_local:
             return
         rows = p.returned_rows(q.device)
-        stats = given.lse.new_empty((len(rows), 2, q.shape[1]))
-        if len(rows):
-            stats[:, 0] = given.lse.index_select(1, rows).t()
-            stats[:, 1] = (row_dots(dout, given.out, rows) if delta is None else delta.index_select(1, rows)).t()
+        if delta is None:
+            stats = row_stats(dout, given.out, given.lse, rows)
+        else:
+            stats = torch.stack([x.index_select(1, rows).t() for x in (given.lse, delta)], dim=1)
         if not self._work:
             self._make_work([q, dout, stats], [k, v])
         q_work, dout_work, stats_work, k_work, v_work = self._work

@@ -148,8 +148,8 @@ def _of_deepspeed(config: Mapping[str, Any], block: DistCAConfig) -> Finding:
         words = f"the `{BLOCK}` block cannot be combined with sequence parallelism (Ulysses, ALST)"
         return Finding("bad", "DeepSpeed", f"{words}; remove one of the two")
     needs: list[compat.Need] = ["zero_3"] if stage == 3 else []
-    if block.overlap == "ping_pong":
-        needs += ["ping_pong", "ping_pong_zero_3"] if stage == 3 else ["ping_pong"]
+    if block.overlap == "ping_pong" and stage == 3:
+        needs.append("ping_pong_zero_3")
     try:
         compat.check(*needs)
     except compat.CompatError as error:

@@ -23,16 +23,13 @@ TRIED = {
     "datasets": ("5.2.0",),
 }
 
-Need = Literal[
-    "engine", "pipeline", "zero_3", "ping_pong", "ping_pong_zero_3", "peer_copy", "torch_varlen", "datasets"
-]
+Need = Literal["engine", "pipeline", "zero_3", "ping_pong_zero_3", "peer_copy", "torch_varlen", "datasets"]
 
 #: What needs a name, in words, and how to go on without it.
 _NEEDS: dict[Need, tuple[str, str]] = {
     "engine": ("every engine with a `distca` block needs", "set `distca.enabled` to false"),
     "pipeline": ("pipeline stages need", "set `distca.enabled` to false"),
     "zero_3": ("ZeRO stage 3 needs", "use another stage"),
-    "ping_pong": ('`distca.overlap` "ping_pong" needs', 'set it to "local_first"'),
     "ping_pong_zero_3": ('`distca.overlap` "ping_pong" under ZeRO stage 3 needs', 'set it to "local_first"'),
     "peer_copy": ('`distca.advanced.exchange` "peer_copy" needs', 'set it to "nccl"'),
     "torch_varlen": ('`distca.kernel` "torch_varlen" needs', "choose another kernel"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,9 @@ class PingPong:
         self._seen, self._asked = False, asked
         self.running: int | None = None
         self._awaited: Callable[[], object | None] = lambda: None
+        self._parameters = list(self.base.parameters())
+        # Whether backward came to the first layer of inputs without gradients, and which parameters had some then.
+        self._wanted: tuple[bool | None, list[bool]] = None, []
         self._name = type(decoder).__name__
         if contract.rows != "packed":
             raise UnsupportedModelError(
@@ -115,7 +118,7 @@ class PingPong:
         if not self._seen or kwargs.get(WITNESS) is not None:
             self._try(bound)
         elif self.ready:
-            halves_plan = plan.result().halves
+            halves_plan = plan.result(self._is_wanted(bound)).halves
         self.split = halves_plan is not None
         if halves_plan is None:
             with _without_gradients(self.base, look=not self._seen) as parts:
@@ -123,6 +126,8 @@ class PingPong:
             if parts or bound[KEPT].reentrant:
                 self._refused(UnsupportedModelError(REENTRANT))
             self._seen = True
+            if not _needs_gradients(bound):
+                self._wanted = plan.wanted, self._trained
             return output
         kwargs = bound
         rows = tokens_of(kwargs)
@@ -132,6 +137,16 @@ class PingPong:
             raise ValueError(f"the plan was made for {sum(planned)} tokens, got {batch} x {tokens}")
         outputs = self._both(self._halves(kwargs, rows, planned[0]), halves_plan, rows.device)
         return _merge(outputs, planned, (batch, tokens))
+
+    def _is_wanted(self, kwargs: Mapping[str, Any]) -> bool | None:
+        """Whether backward comes to the first attention layer, as far as that is known before it: see
+        :meth:`PlanRequest.result`."""
+        wanted, trained = self._wanted
+        return True if _needs_gradients(kwargs) else wanted if trained == self._trained else None
+
+    @property
+    def _trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
 
     def _try(self, kwargs: dict[str, Any]) -> None:
         """Whether micro-batches like this one can be divided; where that was asked for, the first one that is will
@@ -198,6 +213,12 @@ class PingPong:
         row = value.expand(batch, *value.shape[1:]).flatten(0, 1)[None]
         # A half without tokens gets one that stands in: models do not know what to make of none.
         return tuple(part if part.shape[1] else row[:, :1] for part in (row[:, :cut], row[:, cut:]))
+
+
+def _needs_gradients(kwargs: Mapping[str, Any]) -> bool:
+    """Whether what is given in the place of input_ids needs gradients."""
+    embeddings = kwargs.get("inputs_embeds")
+    return torch.is_tensor(embeddings) and embeddings.requires_grad
 
 
 @contextmanager

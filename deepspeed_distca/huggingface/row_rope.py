@@ -185,8 +185,9 @@ def _takes_axes(module: nn.Module, layer_type: Any) -> bool:
 
 @torch.no_grad()
 def _rule(model: nn.Module, name: str, module: nn.Module, layer_type: Any) -> RowRule | None:
-    def row(longest: int) -> list[torch.Tensor]:
-        return _ask(module, layer_type, (0, 1, 0, 1, longest))
+    def row(longest: int, *before: int) -> list[torch.Tensor]:
+        """Of a row, after rows with these longest positions."""
+        return _ask(module, layer_type, *((0, 1, 0, 1, position) for position in (*before, longest)))
 
     try:
         near, far, alone = row(1), row(_FAR), _ask(module, layer_type, (1,))
@@ -203,11 +204,15 @@ def _rule(model: nn.Module, name: str, module: nn.Module, layer_type: Any) -> Ro
         pairs = zip(one, other, strict=True)
         return not all(torch.equal(a.narrow(axis, 0, 4), b.narrow(axis, 0, 4)) for a, b in pairs)
 
+    def changes(longest: int) -> bool:
+        """Whether such a row is not as the shortest one, or would not be after a long one, as in an evaluation."""
+        return differ(near, row(longest)) or differ(near, row(longest, _FAR))
+
     # The longest row that is as the shortest one; 0: any is.
     limit = 0
     if differ(near, far):
-        changed = next(p for p in (*(2**i for i in range(1, 24)), _FAR) if differ(near, row(p)))
-        limit = bisect_left(range(changed), True, lo=changed // 2, key=lambda p: differ(near, row(p)))
+        changed = next(p for p in (*(2**i for i in range(1, 24)), _FAR) if changes(p))
+        limit = bisect_left(range(changed), True, lo=changed // 2, key=changes)
     full = f"{type(model).__name__}: {name} ({type(module).__name__})"
     pairs = zip(alone, near, strict=True)
     same_alone = all(torch.allclose(a.select(axis, 0), b.select(axis, 1), rtol=1e-4, atol=1e-5) for a, b in pairs)
@@ -235,16 +240,20 @@ def _in_a_layer(model: nn.Module, parent: nn.Module) -> bool:
     return sum(type(m) is type(parent) for m in model.modules()) > 1
 
 
-def _ask(module: nn.Module, layer_type: Any, positions: tuple[Any, ...]) -> list[torch.Tensor]:
-    """What a fresh copy of a module returns for one row of positions, or for one row of each axis."""
-    given = torch.tensor(positions)
-    arguments: dict[str, Any] = {_POSITIONS: given.unsqueeze(-2)}
-    if "layer_type" in _parameters(module) and layer_type is not None:
-        arguments["layer_type"] = layer_type
-    first = next(iter(_parameters(module)))
-    if first != _POSITIONS:
-        arguments[first] = torch.zeros(1, given.shape[-1], 1)
-    return _tensors(type(module).forward(copy_on_host(module), **arguments))
+def _ask(module: nn.Module, layer_type: Any, *rows: tuple[Any, ...]) -> list[torch.Tensor]:
+    """What a fresh copy of a module, asked one after another, returns for the last row of positions, or for one row of
+    each axis."""
+    output, twin = None, copy_on_host(module)
+    for positions in rows:
+        given = torch.tensor(positions)
+        arguments: dict[str, Any] = {_POSITIONS: given.unsqueeze(-2)}
+        if "layer_type" in _parameters(module) and layer_type is not None:
+            arguments["layer_type"] = layer_type
+        first = next(iter(_parameters(module)))
+        if first != _POSITIONS:
+            arguments[first] = torch.zeros(1, given.shape[-1], 1)
+        output = type(module).forward(twin, **arguments)
+    return _tensors(output)
 
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:

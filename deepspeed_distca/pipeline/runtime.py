@@ -285,7 +285,7 @@ class PipelineRuntime:
     def _begin(self, ticks: list[Tick], micro_batches: int, training: bool) -> None:
         """Reads the batch where it is loaded, tells every rank what is in it, and plans the first tick."""
         batches: list[Any] = []
-        given: np.ndarray | Exception = np.zeros(0, dtype=np.int64)
+        given: np.ndarray | Exception = np.array([micro_batches], dtype=np.int64)
         if self._engine.is_first_stage() or self._engine.is_last_stage():
             try:
                 described = []
@@ -297,7 +297,7 @@ class PipelineRuntime:
             except Exception as error:  # whatever it is, the other ranks must not wait for this one
                 given = error
         messages = self._agreement.gather_values(given)
-        layouts, targets = self._understand(messages, micro_batches)
+        layouts, targets = self._understand(messages)
         if self._weight_loss:
             # The engine averages over micro-batches and replicas.
             self._module.loss_fn.divisor = targets / (micro_batches * self._topology.all_replicas) or 1.0
@@ -318,10 +318,15 @@ class PipelineRuntime:
         description = describe(batch if isinstance(batch, Mapping) else given, place, self._contract)
         return pipeline_batch(given), description
 
-    def _understand(self, messages: list[np.ndarray], micro_batches: int) -> tuple[list[Layout], int]:
+    def _understand(self, messages: list[np.ndarray]) -> tuple[list[Layout], int]:
         """Layouts of the micro-batches over this rank's servers, and the targets of the batch over all replicas. Every
         rank looks at everything, so that all of them find the same faults."""
-        t = self._topology
+        t, counts = self._topology, [int(message[0]) for message in messages]
+        if len(set(counts)) > 1:
+            raise DistCAConfigError(
+                f"the ranks were asked for different numbers of micro-batches, by rank {counts}; give eval_batch the "
+                "same `num_micro_batches` on all of them"
+            )
         first, last = ([messages[t.rank(s, d)] for d in range(t.all_replicas)] for s in (0, t.all_stages - 1))
         for replica, (a, b) in enumerate(zip(first, last, strict=True)):
             if not np.array_equal(a, b):
@@ -331,7 +336,7 @@ class PipelineRuntime:
                 )
         replicas = [from_message(message) for message in first]
         groups = {
-            start: [merge([replicas[d][m] for d in range(start, start + t.replicas)]) for m in range(micro_batches)]
+            start: [merge([replicas[d][m] for d in range(start, start + t.replicas)]) for m in range(counts[0])]
             for start in range(0, t.all_replicas, t.replicas)
         }
         return groups[t.first_replica], sum(m.targets for replica in replicas for m in replica)

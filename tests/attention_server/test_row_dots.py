@@ -23,8 +23,11 @@ def test_products_are_added_exactly(rows: int, dtype: torch.dtype) -> None:
     assert dots.shape == (3, rows) and dots.dtype == torch.promote_types(dtype, torch.float32)
     exact = (a.double() * b.double()).sum(-1).t()
     assert torch.allclose(dots.double(), exact, rtol=1e-5, atol=1e-5)
+    lse = torch.randn(3, rows, generator=generator, dtype=dots.dtype)
     some = torch.randperm(rows, generator=generator)[: rows // 2 + 1]
-    assert torch.allclose(module.row_dots(a, b, some).double(), exact[:, some], rtol=1e-5, atol=1e-5)
+    stats = module.row_stats(a, b, lse, some)
+    assert stats.shape == (len(some), 2, 3) and stats.is_contiguous() and torch.equal(stats[:, 0].t(), lse[:, some])
+    assert torch.allclose(stats[:, 1].t().double(), exact[:, some], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -48,10 +51,11 @@ def interpret() -> None:
             module.launch(a, b, out)
             exact = (a.double() * b.double()).sum(-1)
             assert (out - exact).abs().max() <= 1e-5 * dim, (dtype, rows, heads, dim)
-            some = torch.randperm(rows, generator=generator)[: rows // 2 + 1]
-            out = torch.full((len(some), heads), torch.nan)
-            module.launch(a, b, out, some)
-            assert (out - exact[some]).abs().max() <= 1e-5 * dim, (dtype, rows, heads, dim)
+            some, lse = torch.randperm(rows, generator=generator)[: rows // 2 + 1], torch.randn(heads, rows)
+            out = torch.full((len(some), 2, heads), torch.nan)
+            module.launch(a, b, out, lse, some)
+            assert torch.equal(out[:, 0].t(), lse[:, some])
+            assert (out[:, 1] - exact[some]).abs().max() <= 1e-5 * dim, (dtype, rows, heads, dim)
 
 
 @pytest.mark.gpu
@@ -63,5 +67,7 @@ def test_the_fused_kernel_is_used_on_gpus() -> None:
     exact = (a.double() * b.double()).sum(-1)
     assert (dots.t().double() - exact).abs().max() < 1e-3
     some = torch.randperm(5000, device="cuda")[:777]
-    assert (module.row_dots(a, b, some).t().double() - exact[some]).abs().max() < 1e-3
+    lse = torch.randn(8, 5000, device="cuda")
+    stats = module.row_stats(a, b, lse, some)
+    assert torch.equal(stats[:, 0].t(), lse[:, some]) and (stats[:, 1].double() - exact[some]).abs().max() < 1e-3
     assert module._fused.usable

@@ -402,8 +402,9 @@ def different_plans() -> dict:
         return {"error": str(raised)}
 
 
-def different_inputs(required: bool) -> dict:
-    """Rank 0 gives embeddings that need gradients, rank 1 ids, to a model of which only MLPs are trained.
+def different_inputs(required: bool, overlap: str = "local_first") -> dict:
+    """Rank 0 gives embeddings that need gradients, rank 1 ids, to a model of which only MLPs are trained; after two
+    micro-batches of ids on both.
 
     Args:
         required: the model was told that its embeddings need gradients in any case.
@@ -414,10 +415,13 @@ def different_inputs(required: bool) -> dict:
         parameter.requires_grad = "mlp" in name
     if required:
         model.enable_input_require_grads()
-    config = ds_config(0, 1, {"advanced": {"min_gain": 0.0, "granularity": 1}})
+    config = ds_config(0, 1, {"overlap": overlap, "advanced": {"min_gain": 0.0, "granularity": 1}})
     trained = [p for p in model.parameters() if p.requires_grad]
     engine = deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
     batch = _batch(*([90] if dist.get_rank() == 0 else [9, 4]))
+    for _ in range(2):
+        engine.backward(engine(**batch).loss)
+        engine.step()
     if dist.get_rank() == 0:
         batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
     try:

@@ -293,6 +293,10 @@ def refusals(stages: int) -> dict[str, Any]:
     found["different data"] = _message_of(lambda: engine.eval_batch(loader(other, replica, "mapping")))
     short = [documents[0][: case.micro_batches - 1]]
     found["short data"] = _message_of(lambda: engine.eval_batch(loader(short, replica, "mapping")))
+    count = case.micro_batches - replica  # of the last replica one fewer
+    found["different numbers"] = _message_of(
+        lambda: engine.eval_batch(loader(documents, replica, "mapping"), num_micro_batches=count)
+    )
     cut = documents[:1]
 
     def middle_of_a_document() -> Iterator:

@@ -206,12 +206,14 @@ def test_another_plan_on_one_rank_is_an_error_on_all() -> None:
         assert "the ranks disagree on the plan of a micro-batch" in outcome["error"]
 
 
-def test_backwards_that_come_to_other_layers_are_an_error_on_all() -> None:
+@pytest.mark.parametrize("overlap", ["local_first", "ping_pong"])
+def test_backwards_that_come_to_other_layers_are_an_error_on_all(overlap: str) -> None:
     # Rank 0 would wait for rank 1 in the first layer's backward, for ever.
-    for outcome in run_ranks("tests.distributed.engine_worker:different_inputs", 2, required=False):
+    function = "tests.distributed.engine_worker:different_inputs"
+    for outcome in run_ranks(function, 2, required=False, overlap=overlap):
         assert "ranks [0] need gradients of what comes into their first attention layer" in outcome["error"]
         assert "enable_input_require_grads()" in outcome["error"]
-    for outcome in run_ranks("tests.distributed.engine_worker:different_inputs", 2, required=True):
+    for outcome in run_ranks(function, 2, required=True, overlap=overlap):
         assert outcome["error"] == ""
 
 

@@ -157,6 +157,7 @@ def test_what_cannot_be_used_is_refused_on_every_rank() -> None:
     outcomes = run_ranks(f"{WORKER}:refusals", 4, stages=2)
     for outcome in outcomes:
         assert "loaded different micro-batches" in outcome["different data"]
+        assert "different numbers of micro-batches, by rank [3, 2, 3, 2]" in outcome["different numbers"]
         assert "the data ended after 2 of the batch's 3 micro-batches" in outcome["short data"]
         assert "begins at position 1, not 0" in outcome["middle of a document"]
         assert "a document has 65 tokens; this model's rotary frequencies change" in outcome["rotary"]

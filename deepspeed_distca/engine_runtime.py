@@ -180,7 +180,14 @@ class Runtime:
                 forget=functools.partial(forget_trace, engine),
             )
         self._weigh_loss(contract)
-        self._hooks = DecoderHooks(decoder, modules, self, contract=contract, weight_loss=config.token_weighted_loss)
+        self._hooks = DecoderHooks(
+            decoder,
+            modules,
+            self,
+            contract=contract,
+            weight_loss=config.token_weighted_loss,
+            outer=engine.module,
+        )
         self._kept_layers = KeptLayers(
             0 if config.keep_attention is False else len(modules),
             replace(heads, element_size=attention_dtype(engine).itemsize).return_bytes,

@@ -109,6 +109,7 @@ class DecoderHooks:
         contract: how the model reads its arguments.
         weight_loss: divide the model's summed loss by the divisor that comes with a plan, unless the caller gave
             ``num_items_in_batch`` himself.
+        outer: what is called in training, if it is not the decoder itself but holds it.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class DecoderHooks:
         *,
         contract: Contract,
         weight_loss: bool,
+        outer: nn.Module | None = None,
     ) -> None:
         self._model, self._modules, self._planner, self._weight_loss = model, modules, planner, weight_loss
         self._windows = dict(zip(modules, attention_windows(modules), strict=True))
@@ -129,6 +131,7 @@ class DecoderHooks:
         self._signature = inspect.signature(model.forward)
         self._running: _Forward | None = None
         self._entered = False  # whether the hook before a forward was called
+        self._calls = 0  # of that hook
         self._checked = False
         self._compared = 0  # micro-batches whose tokens were compared over the ranks
         self._said: set[str] = set()
@@ -138,6 +141,12 @@ class DecoderHooks:
             model.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True),
             model.register_forward_hook(torch.compiler.disable(self._after), always_call=True),
         ]
+        if outer is not None and outer is not model:
+            self._outer, self._before_outer = outer, 0
+            self._handles += [
+                outer.register_forward_pre_hook(torch.compiler.disable(self._enter_outer)),
+                outer.register_forward_hook(torch.compiler.disable(self._leave_outer)),
+            ]
 
     def remove(self) -> None:
         """Leaves the model as it was."""
@@ -164,6 +173,7 @@ class DecoderHooks:
         if model is not self._model:
             return None  # a copy, which brought this hook along: not the engine's
         self._entered = True
+        self._calls += 1
         self._end()  # of a forward that failed where its hook was not called
         kwargs = {**self._bind(args), **kwargs}
         device = next(model.parameters()).device
@@ -175,6 +185,25 @@ class DecoderHooks:
             kwargs = {key: value for key, value in kwargs.items() if key not in DESCRIPTION}
         kwargs = {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in kwargs.items()}
         return (), kwargs
+
+    def _enter_outer(self, outer: nn.Module, args: tuple) -> None:
+        if outer is self._outer:
+            self._before_outer, self._names.unplanned = self._calls, False
+
+    def _leave_outer(self, outer: nn.Module, args: tuple, output: Any) -> None:
+        """Raises UnsupportedModelError where what is around the model has gone past its hooks: attention would be
+        computed without a plan, and the loss not be weighted, without a word."""
+        planned = self._calls > self._before_outer or not self._names.unplanned
+        if outer is not self._outer or planned or not (outer.training and torch.is_grad_enabled()):
+            return
+        name = type(self._model).__name__
+        error = UnsupportedModelError(
+            f"{type(outer).__name__} computes the attention of {name} without calling {name} itself: it calls its "
+            "`forward`, or a part of it alone, past the hooks that give it a plan (as AdaLoRA and adaption prompts of "
+            "PEFT do). Have it call the model as a function, or set `distca.enabled` to false for this model"
+        )
+        self._planner.failed(error)
+        raise error
 
     def _is_watched(self, kwargs: Mapping[str, Any]) -> bool:
         return not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)

@@ -25,9 +25,13 @@ class AttentionNames:
     Args:
         modules: attention modules, each with its ``config``. Where one names a function of ours already (a
             configuration that was saved so), it is given "sdpa".
+
+    Attributes:
+        unplanned: whether one of these modules was called in training without a plan, since somebody set it to False.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.unplanned = False
         configs: dict[int, Any] = {id(m.config): m.config for m in modules}
         self._configs = list(configs.values())
         for config in self._configs:
@@ -85,6 +89,8 @@ class AttentionNames:
                     f"{type(module).__name__} was given a layout of {layout.num_ranks} ranks, but no plan for it: "
                     "call the engine, or the model that was given to deepspeed.initialize, and no part of it alone"
                 )
+            if module.training:  # gradients may be off, where a checkpointed layer will be recomputed
+                self.unplanned = True
         elif not _is_ours(config):
             self._recomputed = module
             self._switch(config, NAME)

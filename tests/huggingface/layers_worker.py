@@ -19,6 +19,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from peft import (
+    AdaLoraConfig,
+    AdaptionPromptConfig,
     IA3Config,
     LoraConfig,
     PrefixTuningConfig,
@@ -137,6 +139,20 @@ def adapter(folder: Path, config: Any) -> dict[str, Any]:
 
 def lora(**options: Any) -> LoraConfig:
     return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type=TASK, **options)
+
+
+class Around(torch.nn.Module):
+    """Makes a loss of its own from hidden states, of the part of a model that gives them, under checkpointing."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+
+    def forward(self, labels: Any, num_items_in_batch: Any = None, **given: Any) -> Any:
+        hidden = self.model.model(**given).last_hidden_state
+        return CausalLMOutputWithPast(loss=cross_entropy(self.model.lm_head(hidden)[0, :-1], labels[0, 1:]))
 
 
 class Packing(torch.nn.Linear):
@@ -266,6 +282,16 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
         adapter, config=PromptEncoderConfig(num_virtual_tokens=5, encoder_hidden_size=32, task_type=TASK)
     ),
     "prefix tuning": functools.partial(adapter, config=PrefixTuningConfig(num_virtual_tokens=5, task_type=TASK)),
+    "AdaLoRA": functools.partial(
+        adapter,
+        config=AdaLoraConfig(
+            init_r=4, target_r=2, tinit=1, tfinal=1, total_step=9, target_modules=["q_proj"], task_type=TASK
+        ),
+    ),
+    "adaption prompt": functools.partial(
+        adapter, config=AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type=TASK)
+    ),
+    "a part alone": lambda folder: compared(lambda: Around(llama())),
     "packed for evaluation": packing,
     "tp_size": functools.partial(parallelism, tp_size=2),
     "cp_size": functools.partial(parallelism, cp_size=2),

@@ -22,6 +22,9 @@ REFUSED = {
     "prompt tuning": "as prompt tuning does",
     "p-tuning": "as prompt tuning does",
     "prefix tuning": "run without a KV cache",
+    "AdaLoRA": "PeftModelForCausalLM computes the attention of LlamaForCausalLM without calling LlamaForCausalLM",
+    "adaption prompt": "PeftModelForCausalLM computes the attention of LlamaForCausalLM without calling",
+    "a part alone": "Around computes the attention of LlamaForCausalLM without calling LlamaForCausalLM",
     "Qwen2.5-VL, three axes": "(multi-axis) do not say where documents begin",
     "sp_size": "cannot be combined with sequence parallelism",
 }
@@ -69,6 +72,10 @@ def test_ia3(ranks):
 
 def test_tokens_put_before_a_row_are_refused(ranks):
     refused(ranks, "prompt tuning", "p-tuning", "prefix tuning")
+
+
+def test_models_that_are_not_called_are_refused(ranks):
+    refused(ranks, "AdaLoRA", "adaption prompt", "a part alone")
 
 
 def test_the_trial_packs_no_weights_for_evaluation(ranks):

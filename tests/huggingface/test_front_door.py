@@ -241,6 +241,11 @@ def test_a_model_s_own_reading_of_labels():
     assert admit(both, same, Limits(97, 97)).arguments["labels"].tolist() == SHIFTED.tolist()
     tags = admit(both, same, Limits(97, 97, labels_are_tokens=False))
     assert tags.arguments["labels"].tolist() == IDS.tolist() and tags.micro_batch.targets == 10
+    # A batch for next tokens has lost the classes of first tokens, without which it is another task.
+    with pytest.raises(BatchError, match="classes of the tokens themselves.*leave shift_labels out"):
+        admit({**both, "labels": LABELS}, same, Limits(97, 97, labels_are_tokens=False))
+    without = {"input_ids": IDS, "labels": LABELS, **DESCRIPTIONS["layout"]}
+    assert admit(without, same, Limits(97, 97, labels_are_tokens=False)).micro_batch.targets == 7
     # A model that shifts by itself finds the targets of shift_labels where it looks for them.
     own = admit(both, Contract(takes_shift_labels=False), Limits(97, 97))
     assert own.arguments["labels"].tolist() == LABELS.tolist() and "shift_labels" not in own.arguments

@@ -50,6 +50,8 @@ def with_targets(
             shifted, last, real, say, "a target behind its document's last token belongs to another document"
         )
     if labels is None or contract.targets == "same":
+        if labels is not None and shifted is not None and not limits.labels_are_tokens:
+            _check_first_classes(labels, first, contract)
         if labels is not None and shifted is not None and not contract.takes_shift_labels and limits.labels_are_tokens:
             # A language model that does not shift: each position's target is what shift_labels says it is.
             made["labels"] = labels = made.pop("shift_labels")
@@ -76,6 +78,19 @@ def with_targets(
         labels, first, real, say, "a label at a document's first token would be the target of another document"
     )
     return made
+
+
+def _check_first_classes(labels: torch.Tensor, first: np.ndarray, contract: Contract) -> None:
+    """Of a batch that has shift_labels, too. Raises BatchError where no document's first token has a class: whoever
+    shifts labels, as PackedSequenceCollator does, leaves that one out. Waits for a device."""
+    where = torch.from_numpy(first).to(labels.device)
+    if first.size and bool((labels.reshape(-1)[where] == IGNORE_INDEX).all()):
+        raise BatchError(
+            f"labels of {contract.name} are classes of the tokens themselves, but this batch was made for targets "
+            "that are the next tokens: it has shift_labels, and no document's first token has a label, as "
+            "PackedSequenceCollator makes batches. Give labels of all tokens; where first tokens really have none, "
+            "leave shift_labels out"
+        )
 
 
 def _left_out(

@@ -262,8 +262,29 @@ def test_what_a_model_cannot_do_is_refused_by_document():
     # Long padding is no long document.
     padded = {"attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0, 0, 0]])}
     come_in(Contract(longest_document=3), **padded)
+    # An answer's place in a row is found among all of its tokens.
+    place = {"labels": None, "start_positions": torch.tensor([1]), "end_positions": torch.tensor([2])}
+    with pytest.raises(LayoutError, match="row 0 holds 3 documents"):
+        come_in(Contract(targets=None), **place, **DESCRIPTIONS["layout"])
+    come_in(Contract(targets=None), **place, **padded)
     classes = {"labels": torch.tensor([1]), **padded}
     assert come_in(Contract(whole_rows=True), **classes).micro_batch.targets == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("labels", torch.zeros(0, 3), [1, 3]),  # of several classes each
+        ("labels", torch.zeros(0), [1]),  # numbers
+        ("labels", torch.zeros(0, dtype=torch.long), [1, 1]),
+        ("start_positions", torch.zeros(0, dtype=torch.long), [1]),
+        ("token_type_ids", torch.zeros(0, 0, dtype=torch.long), [1, 1]),
+    ],
+)
+def test_what_stands_in_for_a_batch_without_rows(name, given, expected):
+    batch = {"input_ids": torch.zeros(0, 0, dtype=torch.long), name: given}
+    admitted = admit(batch, Contract(targets=None, whole_rows=True))
+    assert admitted.nothing and list(admitted.arguments[name].shape) == expected
 
 
 ROWS = {"input_ids": IDS.view(2, 5), "labels": LABELS.view(2, 5)}

@@ -52,6 +52,9 @@ DESCRIPTION = (
     "row_weights",
 )
 
+#: One of each row: the tokens at which an answer to a question begins and ends, found by a softmax over the row.
+_PLACES = ("start_positions", "end_positions")
+
 _EMPTY_VALUES = {
     "input_ids": 0,
     "inputs_embeds": 0,
@@ -59,6 +62,7 @@ _EMPTY_VALUES = {
     "attention_mask": 1,
     "labels": IGNORE_INDEX,
     "shift_labels": IGNORE_INDEX,
+    **dict.fromkeys(_PLACES, 0),
 }
 
 
@@ -133,7 +137,8 @@ def admit(
     if layout.has_trees:
         check_model(layout, contract)
         lengths = _lengths_in_trees(layout, mine, lengths)
-    _check_documents(here, lengths, contract)
+    one_result = contract.whole_rows or any(given.get(key) is not None for key in _PLACES)
+    _check_documents(here, lengths, contract, one_result)
     arguments = _with_positions(arguments, layout, here, contract)
     if layout.has_trees:
         check_targets(arguments, layout, rank, contract)
@@ -200,8 +205,8 @@ def _without_padding(here: Here) -> np.ndarray:
     return np.where(real[starts], np.add.reduceat(real.astype(np.int64), starts), here.whole)
 
 
-def _check_documents(here: Here, lengths: np.ndarray, contract: Contract) -> None:
-    """What this model cannot do exactly with documents as they are."""
+def _check_documents(here: Here, lengths: np.ndarray, contract: Contract, one_result: bool) -> None:
+    """What this model cannot do exactly with documents as they are. With one result for a row each needs its own."""
     if contract.rows != "packed":
         _check_rows(here, contract)
     elif not contract.takes_positions and here.continues:
@@ -217,7 +222,7 @@ def _check_documents(here: Here, lengths: np.ndarray, contract: Contract) -> Non
             f"row beyond {contract.longest_document} tokens (rope_type of its configuration), so that longer "
             "documents cannot be packed exactly. Cut documents to that length, or choose another rope_type"
         )
-    if contract.whole_rows:
+    if one_result:
         rows, tokens = here.shape
         of_row = np.bincount(here.starts[is_real] // tokens, minlength=rows)
         if (of_row > 1).any():
@@ -256,13 +261,16 @@ def _check_rows(here: Here, contract: Contract) -> None:
 def stand_in(arguments: Mapping[str, Any], token: int = 0) -> dict[str, Any]:
     """One token, without a target, in a batch that has none: HuggingFace models cannot run without. Embeddings need a
     gradient if those given do, or backward would not come through layers through which it comes on other ranks."""
-    if all(shape_of(arguments)):
+    size = shape_of(arguments)
+    if all(size):
         return dict(arguments)
     found = dict(arguments)
     for key, value in arguments.items():
-        if key in _EMPTY_VALUES and torch.is_tensor(value):
-            fill = token if key == "input_ids" else _EMPTY_VALUES[key]
+        if torch.is_tensor(value) and (key in _EMPTY_VALUES or value.shape[:2] == size):
+            fill = token if key == "input_ids" else _EMPTY_VALUES.get(key, 0)
             shape = (len(value), 1, 1) if key == "position_ids" and value.ndim == 3 else (1, 1, *value.shape[2:])
+            if key in _PLACES or (key == "labels" and value.is_floating_point()):  # of rows
+                shape, fill = (1, *value.shape[1:]), 0
             found[key] = value.new_full(shape, fill)
             if value.requires_grad:
                 found[key] = found[key] + value.sum()

@@ -29,18 +29,32 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "
 
 
 def find_decoder(model: nn.Module) -> PreTrainedModel:
-    """The outermost HuggingFace model in a module (itself, or inside wrappers such as PEFT's or torch.compile's).
+    """The outermost HuggingFace model in a module: itself, or inside wrappers such as PEFT's or torch.compile's. Of
+    several beside each other the one that is trained, as a student beside its teacher.
 
     Raises:
-        UnsupportedModelError: there is none, or its attention does not go through transformers' interface.
+        UnsupportedModelError: there is none, or several decoders that are trained.
     """
-    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if found is None:
+    outermost: list[PreTrainedModel] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # parents come before their children
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            outermost.append(module)
+            inside.update(module.modules())
+    if not outermost:
         raise UnsupportedModelError(
             f"{type(model).__name__} holds no HuggingFace model; the `distca` block needs one whose attention goes "
             f"through transformers' attention interface. {DISABLE}"
         )
-    return found
+    decoders = [m for m in outermost if any(map(_is_attention, m.modules()))] or outermost
+    trained = [m for m in decoders if any(p.requires_grad for p in m.parameters())]
+    if len(trained) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} holds {len(trained)} decoders that are trained, "
+            f"{', '.join(type(m).__name__ for m in trained)}; attention can be planned for one only. Give each an "
+            f"engine of its own, or freeze all but one (requires_grad) before. {DISABLE}"
+        )
+    return (trained or decoders)[0]
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:

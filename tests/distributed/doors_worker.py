@@ -405,6 +405,34 @@ def refused_by_a_hook() -> str:
     return words
 
 
+class WithTeacher(torch.nn.Module):
+    """A frozen model, and after it the one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = llama(seed=3).requires_grad_(False), llama()
+
+    def forward(self, **batch: Any) -> Any:
+        with torch.no_grad():
+            self.teacher(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        return self.student(**batch)
+
+
+def with_teacher() -> float:
+    _, references = alone(llama(), documents(LENGTHS))
+    engine = engine_of(WithTeacher())
+    loss = engine(**collated(mine())).loss
+    engine.backward(loss)
+    return compared([p.grad for p in engine.module.student.parameters()], references)
+
+
+def step_targets_on_one_rank() -> str:
+    engine = engine_of(llama(), gradient_accumulation_steps=2)
+    more = {"step_targets": 90} if dist.get_rank() == 0 else {}
+    engine(**collated(mine()), **more)
+    return "no error"
+
+
 def one_bad_rank(spoil: Callable[[dict[str, Any]], None]) -> Callable[[], str]:
     """Both ranks get an error, and the next micro-batch is right again."""
 
@@ -443,6 +471,8 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "two documents in a row of one result": two_documents_in_such_a_row,
     "ids out of range": one_bad_rank(lambda b: b["input_ids"].fill_(10**6)),
     "negative num_targets": one_bad_rank(lambda b: b.update(num_targets=-7)),
+    "a frozen model beside": with_teacher,
+    "step_targets on one rank": step_targets_on_one_rank,
     "float cu_seqlens": one_bad_rank(lambda b: b.update(layout=None, cu_seqlens=torch.tensor([0.0, 2.9, 12.0]))),
     "a batch that a hook refuses": refused_by_a_hook,
     # Last: DeepSpeed keeps the groups that it makes for it.

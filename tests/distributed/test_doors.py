@@ -17,6 +17,7 @@ REFUSED = {
     "ids out of range": ("rank 1 .*1000000", "1000000"),
     "negative num_targets": ("rank 1 .*-7", "-7"),
     "a batch that a hook refuses": ("rank 1 .*a hook refuses", "ValueError: a hook refuses"),
+    "step_targets on one rank": (r"ranks \[1\] gave no step_targets", r"ranks \[1\] gave no step_targets"),
     "float cu_seqlens": ("rank 1 .*cu_seqlens must hold integers", "cu_seqlens must hold integers"),
 }
 

@@ -9,10 +9,12 @@ import json
 import sys
 
 import pytest
+import torch
 
 from deepspeed_distca.huggingface.decoders import UnsupportedModelError, find_decoder
 from tests.distributed.harness import ROOT, free_port, run_program, run_ranks
 from tests.huggingface.test_compatibility_deepspeed import check
+from tests.tiny_llama import llama
 
 #: By scenario words of the error.
 REFUSED = {
@@ -103,6 +105,17 @@ def test_text_of_qwen2_5_vl(ranks, form):
 
 def test_three_axes_alone_are_refused(ranks):
     refused(ranks, "Qwen2.5-VL, three axes")
+
+
+def test_of_several_decoders_the_trained_one_is_found():
+    first, second = llama(), llama()
+    both = torch.nn.ModuleList([first, second])
+    with pytest.raises(UnsupportedModelError, match="holds 2 decoders that are trained, LlamaForCausalLM, Llama"):
+        find_decoder(both)
+    first.requires_grad_(False)
+    assert find_decoder(both) is second and find_decoder(first) is first
+    second.requires_grad_(False)
+    assert find_decoder(both) is first  # nothing is trained
 
 
 def test_domino_is_refused():

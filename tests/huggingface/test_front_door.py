@@ -233,6 +233,15 @@ def test_targets_stay_inside_documents_and_it_is_said():
     assert admit({**given, "labels": LABELS, "num_targets": 7}, Contract(), say=pytest.fail).micro_batch.targets == 7
 
 
+@pytest.mark.parametrize("form", [lambda p: p[0], lambda p: p.tolist(), lambda p: p.numpy()])
+def test_other_forms_of_position_ids(form):
+    """A model gets a tensor of rows, and evaluation knows packed documents by them as well."""
+    positions = DESCRIPTIONS["position_ids"]["position_ids"]
+    given = {"input_ids": IDS, "position_ids": form(positions)}
+    assert names_documents(given)
+    assert torch.equal(admit(given, Contract()).arguments["position_ids"], positions)
+
+
 def test_a_model_s_own_reading_of_labels():
     same = Contract(targets="same", takes_shift_labels=False)
     assert come_in(same, **DESCRIPTIONS["layout"], labels=IDS).micro_batch.targets == 10

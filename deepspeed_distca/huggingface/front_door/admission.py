@@ -23,6 +23,7 @@ from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
 from deepspeed_distca.data import packed_params
 from deepspeed_distca.data.claims import CUMULATIVE, TEXT_AXES
 from deepspeed_distca.data.from_layout import IGNORE_INDEX
+from deepspeed_distca.data.integers import integers
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.front_door.claims import documents_of, empty_layout, rank_in
 from deepspeed_distca.huggingface.front_door.targets import count_targets, read_step_targets, with_targets
@@ -167,10 +168,14 @@ def names_documents(given: Mapping[str, Any]) -> bool:
     if any(given.get(key) is not None for key in ("layout", "seq_idx", packed_params.NAME, *CUMULATIVE)):
         return True
     mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if positions is not None and not torch.is_tensor(positions):
+        positions = torch.from_numpy(integers("position_ids", positions))
     if torch.is_tensor(mask) and mask.ndim == 2 and mask.dtype != torch.bool and mask.numel() and int(mask.max()) > 1:
         return True
     if torch.is_tensor(positions) and positions.ndim == 3 and len(positions) == TEXT_AXES:
         positions = positions[0]
+    elif torch.is_tensor(positions) and positions.ndim == 1:
+        positions = positions[None]
     if not torch.is_tensor(positions) or positions.ndim != 2 or positions.shape[1] < 2:
         return False
     begins = positions[:, 1:] == 0
@@ -294,9 +299,9 @@ def _with_positions(arguments: dict[str, Any], layout: Layout, here: Here, contr
         # They count from 0 in every row, as the model does itself, if not from another number.
         return {key: value for key, value in arguments.items() if key != "position_ids"}
     if positions is not None:
-        if torch.is_tensor(positions) and positions.ndim == 1:
-            arguments = {**arguments, "position_ids": positions[None]}
-        return arguments
+        if not torch.is_tensor(positions):
+            positions = torch.from_numpy(integers("position_ids", positions))
+        return {**arguments, "position_ids": positions[None] if positions.ndim == 1 else positions}
     if layout.num_ranks > 1:
         raise LayoutError("a layout of several ranks needs position_ids beside it: true positions in each document")
     if (len(here.segments) == rows and not layout.has_trees) or not contract.takes_positions:

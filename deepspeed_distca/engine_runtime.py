@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ from deepspeed_distca.overlap import Overlap
 from deepspeed_distca.plan_options import plan_options, weights_of_servers
 from deepspeed_distca.scheduler.heads import Heads
 from deepspeed_distca.scheduler.profiles import Choice
+
+logger = logging.getLogger(__name__)
 
 #: By decoder the runtime whose hooks it has. Runtimes hold the decoder, so that they are held weakly as well.
 _RUNTIMES: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
@@ -94,6 +97,8 @@ class Runtime:
         self._engine, self._decoder = engine, prepared.decoder
         self._watch = Watch(meeting.name, config.timeout_seconds)
         self._wrapped: dict[str, Any] = {}
+        self._step_said: tuple[int, int | None] | None = None  # the optimizer step and step_targets of the last one
+        self._warned_of_steps = False
         try:
             with self._watch.phase("attach"):
                 self._set_up(engine, config, prepared, meeting)
@@ -259,6 +264,7 @@ class Runtime:
             tokens = given.layout.tokens
             mine = int(tokens[self.place[0] if len(tokens) > 1 else 0])
             in_two = given.in_two and self._overlap.ready
+            self._compare_step_targets(given.step_targets)
             given = replace(given, kept_layers=self._kept_layers.affordable(mine), in_two=in_two)
         request = self.server.request(given, device)
         if isinstance(given, Exception):
@@ -272,6 +278,20 @@ class Runtime:
                 self._watch.failed(error)
                 raise
         return request
+
+    def _compare_step_targets(self, said: int | None) -> None:
+        """Warns, once, where micro-batches of one optimizer step say different numbers."""
+        before, self._step_said = self._step_said, (self._engine.global_steps, said)
+        wrong = before is not None and before[0] == self._step_said[0] and before[1] != said
+        if wrong and self._engine.gradient_accumulation_steps() > 1 and not self._warned_of_steps:
+            self._warned_of_steps = True
+            logger.warning(
+                "distca: step_targets were %s in one micro-batch of an optimizer step and are %s in the next. They are "
+                "this rank's targets over all micro-batches of the step, the same number in each (AccumulationLoader "
+                "counts them); as it is, the losses do not add up to the mean over the step's targets",
+                before[1] if before else None,
+                said,
+            )
 
     def plan_alone(self, layout: Layout) -> StepPlan:
         """See ``huggingface.adapter.Planner``."""

@@ -97,6 +97,7 @@ class Agreement:
             if self._shards > 1:
                 self._check_shards(firsts)
             self._check_layouts(firsts)
+            self._check_steps(firsts)
             layout = self._layout(firsts, mine.layout, lengths)
             kept_layers, in_two = int(firsts["kept_layers"].min()), bool(firsts["in_two"].all())
             firsts = firsts[:: self._shards]  # one of each replica
@@ -262,6 +263,17 @@ class Agreement:
             raise AgreementError(
                 f"ranks {self._messenger.named(prints != prints[0])} run with another `distca` block, cost model or "
                 f"model than rank {self._messenger.ranks[0]}; all must be the same"
+            )
+
+    def _check_steps(self, firsts: np.ndarray) -> None:
+        """Where some ranks know the targets of a step of several micro-batches, and others do not, the loss would be
+        the mean over those of this micro-batch."""
+        said, left_out = firsts["step_targets"], firsts["step_targets"] < 0
+        if left_out.any() and (~left_out & (said != firsts["targets"])).any():
+            raise AgreementError(
+                f"ranks {self._messenger.named(left_out)} gave no step_targets, the others did; the loss of an "
+                "accumulation step is the mean over the targets of all ranks: give each batch of each rank its "
+                "step_targets (AccumulationLoader does), also those without tokens"
             )
 
     def _check_shards(self, firsts: np.ndarray) -> None:

@@ -19,6 +19,7 @@ import datasets
 import deepspeed
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -198,6 +199,12 @@ def row_numbers() -> None:
     assert compat_datasets.row_numbers(data.select([2, 0])).to_pylist() == [2, 0]
 
 
+def is_split_by_node() -> None:
+    stream = datasets.Dataset.from_dict({"input_ids": [[1], [2], [3]]}).to_iterable_dataset()
+    divided = split_dataset_by_node(stream.shuffle(seed=1), 0, 3).map(dict)
+    assert not compat_datasets.is_split_by_node(stream) and compat_datasets.is_split_by_node(divided)
+
+
 #: What a process of its own found, by function (see compat_worker.py).
 FOUND = {
     "default_store": "said",
@@ -233,6 +240,7 @@ TRIED: dict[str, Callable[[], None]] = {
         can_choose_attention,
         has_recurrent_state,
         row_numbers,
+        is_split_by_node,
     )
 } | {
     "set_attention_name": attention_name,

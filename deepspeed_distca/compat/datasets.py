@@ -17,3 +17,9 @@ def row_numbers(data: Dataset) -> Any | None:
     public ``flatten_indices`` writes a copy of the data."""
     indices = getattr(data, "_indices", None)
     return None if indices is None else indices.column(0)
+
+
+@private("datasets.iterable_dataset: self._distributed = distributed", need="datasets")
+def is_split_by_node(data: Any) -> bool:
+    """Whether ``split_dataset_by_node`` has given each rank another part of a stream."""
+    return getattr(data, "_distributed", None) is not None

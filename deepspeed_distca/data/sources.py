@@ -7,6 +7,7 @@ only come one after another. Every rank must be given the same documents in the 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -16,10 +17,13 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from deepspeed_distca.compat import check
-from deepspeed_distca.compat.datasets import row_numbers
+from deepspeed_distca.compat.datasets import is_split_by_node, row_numbers
 from deepspeed_distca.data.documents import KNOWN_KEYS, Document, read_feature
 
+logger = logging.getLogger(__name__)
+
 _READ = ("input_ids", "labels", "attention_mask")
+_reported: set[str] = set()  # keys and columns of which a warning has said that they are ignored
 
 
 class IndexedDocuments:
@@ -81,6 +85,7 @@ class ArrowDocuments(IndexedDocuments):
                 f"the dataset has the columns {packed}: its rows are packed or shifted already; give whole documents, "
                 f"or remove the columns if each row is one document"
             )
+        _report_ignored(columns)
         read = [name for name in _READ if name in columns]
         lengths, *others = (_arrow_lengths(data, name) for name in read)
         for name, found in zip(read[1:], others, strict=True):
@@ -103,7 +108,8 @@ def _arrow_lengths(data: Any, name: str) -> np.ndarray:
     import pyarrow.compute as pc
 
     column = data.data.column(name)
-    if not hasattr(column.type, "value_type") or not pa.types.is_integer(column.type.value_type):
+    lists = hasattr(column.type, "value_type") and not isinstance(column.type, pa.BaseExtensionType)
+    if not lists or not pa.types.is_integer(column.type.value_type):
         raise TypeError(f"column {name!r} of the dataset must hold lists of integers, but holds {column.type}")
     check("datasets")
     rows = row_numbers(data)
@@ -174,6 +180,7 @@ def read_source(data: Any) -> IndexedDocuments | StreamedDocuments:
 
     Raises:
         TypeError: none of these, or a dictionary of splits.
+        ValueError: a stream of which each rank has another part.
     """
     if isinstance(data, Mapping):
         raise TypeError(
@@ -186,6 +193,11 @@ def read_source(data: Any) -> IndexedDocuments | StreamedDocuments:
     if not isinstance(data, str | bytes):
         if _has_items(data):
             return IndexedDocuments(data)
+        if is_split_by_node(data):
+            raise ValueError(
+                "the stream was divided among ranks (split_dataset_by_node); every rank must read all of it, as the "
+                "loader divides documents among ranks itself: give the stream from before"
+            )
         if hasattr(data, "__iter__") or callable(data):
             return StreamedDocuments(data)
     raise TypeError(
@@ -266,6 +278,17 @@ def _in_batches(
         yield from encode(batch)
 
 
+def _report_ignored(keys: Iterable[Any]) -> None:
+    """A warning, once for each key: a mask of what has a target may be among them, without which all has one."""
+    unknown = {str(key) for key in keys if key not in KNOWN_KEYS} - _reported
+    if unknown:
+        _reported.update(unknown)
+        logger.warning(
+            "global loader: these columns of the documents are ignored: %s; tokens without a target have label -100",
+            ", ".join(sorted(unknown)),
+        )
+
+
 def _is_dataset(data: Any) -> bool:
     """A ``datasets.Dataset``. The library is optional and slow to import; whoever has a dataset has imported it."""
     library = sys.modules.get("datasets")
@@ -280,7 +303,11 @@ def _has_items(data: Any) -> bool:
 def _document(item: Any, where: str) -> Document:
     if isinstance(item, Mapping) and "seq_lengths" in item:
         raise ValueError(f"{where}: seq_lengths says that the row is packed already; give each document by itself")
-    feature = {k: item[k] for k in KNOWN_KEYS if k in item} if isinstance(item, Mapping) else {"input_ids": item}
+    if isinstance(item, Mapping):
+        _report_ignored(item)
+        feature = {k: item[k] for k in KNOWN_KEYS if k in item}
+    else:
+        feature = {"input_ids": item}
     try:
         found = read_feature(feature)
     except (TypeError, ValueError) as error:

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value, concatenate_datasets
+from datasets import Array2D, Dataset, DatasetDict, Features, IterableDataset, List, Value, concatenate_datasets
+from datasets.distributed import split_dataset_by_node
 
 from deepspeed_distca.data.global_loader import GlobalPackedLoader
 from deepspeed_distca.data.sources import ArrowDocuments, IndexedDocuments, StreamedDocuments, read_source, tokenize
@@ -204,6 +205,12 @@ def test_texts() -> None:
 
 
 def test_what_cannot_be_read_is_refused() -> None:
+    stream = Dataset.from_dict({"input_ids": [[1, 2], [3]]}).to_iterable_dataset(num_shards=2)
+    with pytest.raises(ValueError, match="divided among ranks .*from before"):
+        read_source(split_dataset_by_node(stream, 0, 2))
+    square = Dataset.from_dict({"input_ids": [[[1, 2]]]}, features=Features({"input_ids": Array2D((1, 2), "int32")}))
+    with pytest.raises(TypeError, match="must hold lists of integers, but holds .*Array2D"):
+        read_source(square)
     good = Dataset.from_dict({"input_ids": [[1, 2]]})
     for data, word in (
         (DatasetDict(train=good), r"keys \['train'\]; choose one"),
@@ -225,6 +232,14 @@ def test_what_cannot_be_read_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=word):
             read_source(data)
+
+
+def test_columns_that_are_ignored_are_named_once(caplog) -> None:
+    rows = [{"input_ids": [1, 2], "a_mask": [0, 1]}]
+    for _ in range(2):
+        read_source(rows)
+        read_source(Dataset.from_list([{**rows[0], "a_source": "web"}]))
+    assert [r.message.split(": ")[-1].split(";")[0] for r in caplog.records] == ["a_mask", "a_source"]
 
 
 def test_documents_that_change_are_noticed() -> None:

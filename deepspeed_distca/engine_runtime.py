@@ -97,8 +97,8 @@ class Runtime:
         self._engine, self._decoder = engine, prepared.decoder
         self._watch = Watch(meeting.name, config.timeout_seconds)
         self._wrapped: dict[str, Any] = {}
-        self._step_said: tuple[int, int | None] | None = None  # the optimizer step and step_targets of the last one
-        self._warned_of_steps = False
+        # Of the micro-batches of an optimizer step until now, their targets here and what they say of the step's.
+        self._targets, self._said, self._warned_of_steps = 0, set[int | None](), False
         try:
             with self._watch.phase("attach"):
                 self._set_up(engine, config, prepared, meeting)
@@ -264,7 +264,8 @@ class Runtime:
             tokens = given.layout.tokens
             mine = int(tokens[self.place[0] if len(tokens) > 1 else 0])
             in_two = given.in_two and self._overlap.ready
-            self._compare_step_targets(given.step_targets)
+            self._targets += given.targets
+            self._said.add(given.step_targets)
             given = replace(given, kept_layers=self._kept_layers.affordable(mine), in_two=in_two)
         request = self.server.request(given, device)
         if isinstance(given, Exception):
@@ -279,18 +280,21 @@ class Runtime:
                 raise
         return request
 
-    def _compare_step_targets(self, said: int | None) -> None:
-        """Warns, once, where micro-batches of one optimizer step say different numbers."""
-        before, self._step_said = self._step_said, (self._engine.global_steps, said)
-        wrong = before is not None and before[0] == self._step_said[0] and before[1] != said
-        if wrong and self._engine.gradient_accumulation_steps() > 1 and not self._warned_of_steps:
+    def _compare_step_targets(self) -> None:
+        """Warns, once, where the micro-batches of an optimizer step that ends have said something else of its targets
+        than what they had."""
+        said, self._said, targets, self._targets = self._said, set(), self._targets, 0
+        wrong = len(said) > 1 or any(number is not None and targets < number for number in said)
+        if wrong and targets and not self._warned_of_steps:
             self._warned_of_steps = True
+            numbers = " and ".join(sorted(map(str, said)))
             logger.warning(
-                "distca: step_targets were %s in one micro-batch of an optimizer step and are %s in the next. They are "
-                "this rank's targets over all micro-batches of the step, the same number in each (AccumulationLoader "
-                "counts them); as it is, the losses do not add up to the mean over the step's targets",
-                before[1] if before else None,
-                said,
+                "distca: an optimizer step had %d targets on this rank, but its micro-batches gave step_targets %s. "
+                "These are the rank's targets over all micro-batches of the step, the same number in each "
+                "(AccumulationLoader counts them, given gradient_accumulation_steps of the engine); as it is, the "
+                "losses do not add up to the mean over the step's targets",
+                targets,
+                numbers,
             )
 
     def plan_alone(self, layout: Layout) -> StepPlan:
@@ -324,6 +328,8 @@ class Runtime:
 
         @functools.wraps(own)
         def followed(*args: Any, **kwargs: Any) -> Any:
+            if name == "step" and self._engine.is_gradient_accumulation_boundary():
+                self._compare_step_targets()
             with watch.phase(phase):
                 return own(*args, **kwargs)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from transformers import (
 )
 
 from deepspeed_distca import Layout, PackedSequenceCollator
+from deepspeed_distca.data import AccumulationLoader
 from deepspeed_distca.data.from_layout import batch_from_layout
 from tests.distributed.scenarios import compared, outcomes
 from tests.tiny_llama import SIZES, VOCABULARY, llama
@@ -433,6 +435,26 @@ def step_targets_on_one_rank() -> str:
     return "no error"
 
 
+def warned_of_steps(steps: int) -> float:
+    """How often a loader that counts for so many micro-batches is warned of, beside an engine's steps of two."""
+    engine, said = engine_of(llama(), gradient_accumulation_steps=2), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepspeed_distca").addHandler(handler)
+    try:
+        lengths = [LENGTHS, [[4, 9], [31, 2]], [[8], [9]], [[7], [3, 30]]]
+        for batch in AccumulationLoader([collated(documents(each, dist.get_rank())) for each in lengths], steps):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+    finally:
+        logging.getLogger("deepspeed_distca").removeHandler(handler)
+    return float(sum("an optimizer step had" in words for words in said))
+
+
+def warned_once() -> float:
+    return abs(warned_of_steps(1) - 1) + abs(warned_of_steps(4) - 1) + warned_of_steps(2)
+
+
 def one_bad_rank(spoil: Callable[[dict[str, Any]], None]) -> Callable[[], str]:
     """Both ranks get an error, and the next micro-batch is right again."""
 
@@ -472,6 +494,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "ids out of range": one_bad_rank(lambda b: b["input_ids"].fill_(10**6)),
     "negative num_targets": one_bad_rank(lambda b: b.update(num_targets=-7)),
     "a frozen model beside": with_teacher,
+    "a loader that counts for other steps than the engine's": warned_once,
     "step_targets on one rank": step_targets_on_one_rank,
     "float cu_seqlens": one_bad_rank(lambda b: b.update(layout=None, cu_seqlens=torch.tensor([0.0, 2.9, 12.0]))),
     "a batch that a hook refuses": refused_by_a_hook,

@@ -48,7 +48,8 @@ def descriptions_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_claims(said: Mapping[str, Any], rows: int, tokens: int, layout: np.ndarray | None = None) -> Claimed:
-    """Reads descriptions, of :func:`descriptions_of`, and compares them.
+    """Reads descriptions, of :func:`descriptions_of`, and compares them. "seq_lengths" of a dataset may be among them,
+    cumulative.
 
     Args:
         layout: where a layout has a document, or a piece of one, begin: the position in the document, -1 at all other
@@ -65,7 +66,7 @@ def read_claims(said: Mapping[str, Any], rows: int, tokens: int, layout: np.ndar
             stored[key], padding = packed_params.stored(key, said.get(key), said[space], rows * tokens)
             real &= ~padding
     claims: dict[str, np.ndarray] = {} if layout is None else {"layout": layout >= 0}
-    for key in CUMULATIVE:
+    for key in (*CUMULATIVE, "seq_lengths"):
         if said.get(key) is not None:
             claims[key] = begins_of_cumulative(key, stored.get(key, said[key]), rows, tokens, real)
     if mask is not None and mask.max(initial=0) > 1:

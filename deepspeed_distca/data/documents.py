@@ -23,11 +23,11 @@ from deepspeed_distca.data.claims import (
 )
 from deepspeed_distca.data.from_layout import IGNORE_INDEX
 from deepspeed_distca.data.integers import integers, like_tokens
-from deepspeed_distca.layout import LENGTH, START, Layout
+from deepspeed_distca.layout import LENGTH, START, Layout, LayoutError
 
 #: Keys of a feature that are understood, the collator's own output among them; it reports that others are ignored.
 KNOWN_KEYS = frozenset(
-    {"input_ids", "labels", "shift_labels", "layout", *DESCRIPTIONS, packed_params.NAME}
+    {"input_ids", "labels", "shift_labels", "layout", "seq_lengths", *DESCRIPTIONS, packed_params.NAME}
     | {"max_seqlen", "max_length_q", "max_length_k", "num_targets", "step_targets"}
 )
 #: One feature, or several in order.
@@ -122,10 +122,23 @@ def _check_values(document: Document, ignore_index: int) -> None:
         raise ValueError(f"labels holds {wrong[0]}; a label is a token id, or {ignore_index} where there is no target")
 
 
+def _cumulative(lengths: Any, tokens: int) -> np.ndarray:
+    """Of the documents' lengths, as TRL's packed datasets have them."""
+    values = integers("seq_lengths", lengths)
+    if values.ndim != 1 or (values < 0).any() or values.sum() != tokens:
+        raise LayoutError(
+            f"seq_lengths must be the lengths of a row's documents, {tokens} tokens together, got "
+            f"{values.tolist()[:8]} of shape {list(values.shape)}"
+        )
+    return np.append(0, np.cumsum(values))
+
+
 def _find_documents(feature: Mapping[str, Any], ids: np.ndarray) -> list[tuple[int, int]]:
     """The first token of each document and the one behind its last, counted through all rows; without padding."""
     rows, tokens = np.atleast_2d(ids).shape
     said, layout, claim = descriptions_of(feature), feature.get("layout"), None
+    if feature.get("seq_lengths") is not None:
+        said["seq_lengths"] = _cumulative(feature["seq_lengths"], ids.size)
     if not said and layout is None:  # as most documents come
         return [(start, start + tokens) for start in range(0, ids.size, tokens)] if tokens else []
     shape = np.shape(said.get("position_ids", 0))

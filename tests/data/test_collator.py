@@ -234,6 +234,17 @@ def test_an_unknown_policy():
         PackedSequenceCollator(8, "truncate")
 
 
+def test_lengths_of_rows_that_trl_has_packed():
+    collator, ids = PackedSequenceCollator(), [1, 2, 3, 4, 5]
+    wanted = collator([{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5]}, {"input_ids": [6]}])
+    assert_same(collator([{"input_ids": ids, "seq_lengths": [2, 3]}, {"input_ids": [6], "seq_lengths": [1]}]), wanted)
+    for lengths in ([2, 2], [[2, 3]], [6, -1]):
+        with pytest.raises(ValueError, match="seq_lengths must be the lengths of a row's documents, 5 tokens"):
+            collator([{"input_ids": ids, "seq_lengths": lengths}])
+    with pytest.raises(ValueError, match="seq_lengths and position_ids contradict each other"):
+        collator([{"input_ids": ids, "seq_lengths": [2, 3], "position_ids": [0, 1, 2, 3, 4]}])
+
+
 def test_unknown_keys_are_reported_once(caplog):
     collator = PackedSequenceCollator()
     for _ in range(2):

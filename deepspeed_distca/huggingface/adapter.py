@@ -35,12 +35,27 @@ from deepspeed_distca.huggingface.front_door import DESCRIPTION, Admitted, Limit
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.probe import borders
 from deepspeed_distca.huggingface.row_rope import RowRope
-from deepspeed_distca.layout import Layout
+from deepspeed_distca.layout import Layout, LayoutError
 
 logger = logging.getLogger(__name__)
 
 #: What describes documents to kernels of transformers' own; the plan says it all.
 _KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+#: What other libraries describe documents by. A model would take it among any arguments, and do nothing with it.
+_UNREAD = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "cu_seqlens_kv",
+    "cu_seq_lens",
+    "seqlens",
+    "seq_lens",
+    "seq_lengths",
+    "sequence_lengths",
+    "document_ids",
+    "doc_ids",
+    "segment_ids",
+    "sequence_ids",
+)
 #: What a model may do without; the contract says how it then reads the rest.
 _OPTIONAL = {"position_ids", "attention_mask", "shift_labels", "num_items_in_batch", "use_cache"}
 #: From these some models make masks that differ from batch to batch: attention both ways among an image's tokens.
@@ -331,6 +346,12 @@ class DecoderHooks:
         return dict(self._signature.bind_partial(*args).arguments) if args else {}
 
     def _refuse(self, kwargs: Mapping[str, Any]) -> None:
+        unread = [k for k in _UNREAD if kwargs.get(k) is not None and k not in self._signature.parameters]
+        if unread and kwargs.get("position_ids") is None and not names_documents(kwargs):
+            raise LayoutError(
+                f"{unread[0]} was given, which nothing reads, and no other description: a row would be one document. "
+                "Tell documents apart by cu_seqlens, position_ids, seq_idx, a mask that numbers them or a layout"
+            )
         if kwargs.get("output_attentions"):
             raise UnsupportedModelError("output_attentions=True: core attention never forms its weights; leave it off")
         if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:

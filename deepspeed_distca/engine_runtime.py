@@ -330,6 +330,8 @@ class Runtime:
         def followed(*args: Any, **kwargs: Any) -> Any:
             if name == "step" and self._engine.is_gradient_accumulation_boundary():
                 self._compare_step_targets()
+            if name == "backward":
+                self._hooks.backward_begins()
             with watch.phase(phase):
                 return own(*args, **kwargs)
 

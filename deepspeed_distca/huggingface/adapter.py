@@ -146,7 +146,7 @@ class DecoderHooks:
         self._signature = inspect.signature(model.forward)
         self._running: _Forward | None = None
         self._entered = False  # whether the hook before a forward was called
-        self._calls = 0  # of that hook
+        self._calls = self._calls_before = 0  # of that hook, until now and until the last backward
         self._checked = False
         self._compared = 0  # micro-batches whose tokens were compared over the ranks
         self._said: set[str] = set()
@@ -219,6 +219,17 @@ class DecoderHooks:
         )
         self._planner.failed(error)
         raise error
+
+    def backward_begins(self) -> None:
+        """Warns, once, where parts of the model were called alone since the last backward, and the model was not."""
+        name = type(self._model).__name__
+        if self._names.unplanned and self._calls == self._calls_before:
+            self._say(
+                f"parts of {name} were called alone in training, and {name} was not: their attention is computed "
+                "without a plan, and the loss is not weighted over ranks; call the engine, and take what you need of "
+                "its output (output_hidden_states=True gives hidden states)"
+            )
+        self._names.unplanned, self._calls_before = False, self._calls
 
     def _is_watched(self, kwargs: Mapping[str, Any]) -> bool:
         return not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)

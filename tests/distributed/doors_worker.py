@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -435,19 +436,38 @@ def step_targets_on_one_rank() -> str:
     return "no error"
 
 
-def warned_of_steps(steps: int) -> float:
-    """How often a loader that counts for so many micro-batches is warned of, beside an engine's steps of two."""
-    engine, said = engine_of(llama(), gradient_accumulation_steps=2), []
+@contextmanager
+def warnings_of_the_plugin() -> Iterator[list[str]]:
+    said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("deepspeed_distca").addHandler(handler)
     try:
+        yield said
+    finally:
+        logging.getLogger("deepspeed_distca").removeHandler(handler)
+
+
+def parts_called_alone() -> float:
+    """A loss of the base model's hidden states, three times: one warning. None where the engine was called."""
+    engine, batch = engine_of(llama()), collated(mine())
+    given = {key: batch[key] for key in ("input_ids", "position_ids")}
+    with warnings_of_the_plugin() as said:
+        engine.backward(engine(**batch).loss)
+        none = len([words for words in said if "called alone" in words])
+        for _ in range(3):
+            engine.backward(engine.module.lm_head(engine.module.model(**given).last_hidden_state).sum())
+    return float(none + abs(len([words for words in said if "called alone" in words]) - 1))
+
+
+def warned_of_steps(steps: int) -> float:
+    """How often a loader that counts for so many micro-batches is warned of, beside an engine's steps of two."""
+    engine = engine_of(llama(), gradient_accumulation_steps=2)
+    with warnings_of_the_plugin() as said:
         lengths = [LENGTHS, [[4, 9], [31, 2]], [[8], [9]], [[7], [3, 30]]]
         for batch in AccumulationLoader([collated(documents(each, dist.get_rank())) for each in lengths], steps):
             engine.backward(engine(**batch).loss)
             engine.step()
-    finally:
-        logging.getLogger("deepspeed_distca").removeHandler(handler)
     return float(sum("an optimizer step had" in words for words in said))
 
 
@@ -494,6 +514,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "ids out of range": one_bad_rank(lambda b: b["input_ids"].fill_(10**6)),
     "negative num_targets": one_bad_rank(lambda b: b.update(num_targets=-7)),
     "a frozen model beside": with_teacher,
+    "parts that are called alone": parts_called_alone,
     "a loader that counts for other steps than the engine's": warned_once,
     "step_targets on one rank": step_targets_on_one_rank,
     "float cu_seqlens": one_bad_rank(lambda b: b.update(layout=None, cu_seqlens=torch.tensor([0.0, 2.9, 12.0]))),

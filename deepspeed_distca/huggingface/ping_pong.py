@@ -12,16 +12,17 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from deepspeed_distca.attention_server.nano_batches import REENTRANT, NanoPair
+from deepspeed_distca.attention_server.nano_batches import REENTRANT, Awaited, NanoPair
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS
@@ -51,10 +52,13 @@ class PingPong:
         problem: why all micro-batches run whole; None: they need not.
         split: whether the last training forward was in two nano-batches.
         running: the nano-batch whose forward is running, or None.
+        waiting: forwards of this process whose backward may come, divided or whole, whichever engine's they are.
 
     Raises:
         UnsupportedModelError: a model for which halves would not be exact.
     """
+
+    waiting: ClassVar[weakref.WeakSet[Awaited]] = weakref.WeakSet()
 
     def __init__(
         self, decoder: PreTrainedModel, modules: list[nn.Module], contract: Contract, *, asked: bool = True
@@ -64,7 +68,6 @@ class PingPong:
         self.split = False
         self._seen, self._asked = False, asked
         self.running: int | None = None
-        self._awaited: Callable[[], object | None] = lambda: None
         self._parameters = list(self.base.parameters())
         # Whether backward came to the first layer of inputs without gradients, and which parameters had some then.
         self._wanted: tuple[bool | None, list[bool]] = None, []
@@ -99,9 +102,9 @@ class PingPong:
     @property
     def ready(self) -> bool:
         """Whether the next training micro-batch can run as two nano-batches. Not while another one waits for its
-        backward: where both go backward together, only the order in which they were made keeps ranks together, and of
-        what two threads have made there is none."""
-        return self._seen and self.problem is None and self._awaited() is None
+        backward, of this engine or of another one: where both go backward together, only the order in which they were
+        made keeps ranks together, and of what two threads have made there is none."""
+        return self._seen and self.problem is None and not self.waiting
 
     def remove(self) -> None:
         """Gives the base model its own forward back."""
@@ -128,6 +131,7 @@ class PingPong:
             self._seen = True
             if not _needs_gradients(bound):
                 self._wanted = plan.wanted, self._trained
+            self._await(output)
             return output
         kwargs = bound
         rows = tokens_of(kwargs)
@@ -181,7 +185,21 @@ class PingPong:
         try:
             return turns.run(lambda: run(0), lambda: run(1))
         finally:
-            self.running, self._awaited = None, pair.awaited
+            self.running, awaited = None, pair.awaited()
+            if awaited is not None:
+                self.waiting.add(awaited)
+
+    def _await(self, output: Any) -> None:
+        """A whole forward waits for its backward until that begins, or its graph is gone."""
+        awaited = Awaited()
+
+        def begins(gradients: Any) -> None:
+            self.waiting.discard(awaited)
+
+        for tensor in _floating(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(begins)
+                self.waiting.add(awaited)
 
     def _halves(self, kwargs: dict[str, Any], rows: torch.Tensor, cut: int) -> tuple[dict, dict]:
         """The arguments of each nano-batch: all rows of the batch one after another, before and after the cut."""

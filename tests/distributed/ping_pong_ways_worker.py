@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from unittest import mock
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from deepspeed_distca.attention_server import steps
 from deepspeed_distca.data.from_layout import batch_from_layout
@@ -22,6 +25,7 @@ from deepspeed_distca.layout import Layout
 from tests.distributed.engine_worker import documents_of, ds_config, enable_checkpointing, reference, tiny_llama
 from tests.distributed.models_worker import worst_error
 from tests.distributed.ping_pong_worker import full_gradients, split
+from tests.tiny_llama import SIZES
 
 PING_PONG = {"advanced": {"granularity": 8}, "overlap": "ping_pong"}
 Documents = dict[int, list[int]]
@@ -110,6 +114,46 @@ def one_backward(layouts: list, checkpointing: str) -> dict:
         return torch.stack(found).sum()
 
     return {**_stepped(engine, losses, expected), "splits": splits}
+
+
+def _experts(seed: int) -> MixtralForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {**SIZES, "num_hidden_layers": 3, "num_local_experts": 16, "num_experts_per_tok": 1}
+    config = MixtralConfig(**sizes, sliding_window=None, experts_implementation="eager")
+    return MixtralForCausalLM(config)
+
+
+def joint_experts(layouts: list, engines: int) -> dict:
+    """Two forwards, of one engine or of two, and one backward through both, in a process that has not trained yet."""
+    deepspeed.init_distributed("gloo")
+    models = [_experts(seed) for seed in range(engines)]
+    given = [_given(layout, seed) for seed, layout in enumerate(layouts)]
+    expected = [{n: torch.zeros_like(p) for n, p in model.named_parameters()} for model in models]
+    for index, (documents, _) in enumerate(given):
+        sums = expected[index % engines]
+        for name, gradient in reference(copy.deepcopy(models[index % engines]), [documents])[1].items():
+            sums[name] += gradient
+    made, splits, errors = [_engine(model, 1) for model in models], [], []
+
+    def train() -> None:
+        for _ in range(2):
+            losses = []
+            for index, (_, batch) in enumerate(given):
+                engine = made[index % engines]
+                losses.append(engine(**batch).loss)
+                splits.append(split(engine))
+            loss = torch.stack(losses).sum()
+            # Of several engines none can call it for the others; of one DeepSpeed wants it for several forwards.
+            (made[0].backward if engines == 1 else torch.Tensor.backward)(loss)
+            for engine, sums in zip(made, expected, strict=True):
+                errors.append(worst_error(sums, full_gradients(engine, set(sums)))[0])
+                engine.step()
+
+    # Autograd counts the nodes of every thread from 0.
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    return {"errors": errors or [math.inf], "splits": splits}
 
 
 def dropped(layout: list, checkpointing: str, forwards: int = 4) -> dict:

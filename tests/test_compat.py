@@ -71,6 +71,20 @@ def saved_tensor_hooks() -> None:
     assert compat_torch.saved_tensor_hooks() is None
 
 
+def recomputation_is_over() -> None:
+    seen = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x.sin().exp()
+        except Exception as error:
+            seen.append(compat_torch.recomputation_is_over(error))
+            raise
+
+    checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert [*seen, compat_torch.recomputation_is_over(ValueError())] == [True, False]
+
+
 def in_checkpoint() -> None:
     seen = []
 
@@ -232,6 +246,7 @@ TRIED: dict[str, Callable[[], None]] = {
         after_backward,
         saved_tensor_hooks,
         in_checkpoint,
+        recomputation_is_over,
         without_modes,
         version_of,
         buffers,

@@ -57,6 +57,13 @@ def in_checkpoint() -> bool:
     return "recomputation" not in name and "replay" not in name
 
 
+@private("torch.utils.checkpoint: class _StopRecomputationError(Exception)")
+def recomputation_is_over(error: BaseException) -> bool:
+    """Whether it only says that a checkpoint's recomputation has all that backward needs, and goes no further. Neither
+    the exception nor what catches it is public."""
+    return type(error).__qualname__ == "_StopRecomputationError"
+
+
 @private("torch.utils._python_dispatch._disable_current_modes")
 def without_modes() -> AbstractContextManager:
     """Runs operations that no dispatch mode sees, such as selective checkpointing's. A mode cannot be left from inside

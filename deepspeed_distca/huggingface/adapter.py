@@ -26,6 +26,7 @@ from transformers.utils import ModelOutput
 from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.step_plan import StepPlan
+from deepspeed_distca.compat.torch import recomputation_is_over
 from deepspeed_distca.huggingface.attention_function import FIRST, KEPT, NAME, PLAN, WITNESS
 from deepspeed_distca.huggingface.attention_names import AttentionNames
 from deepspeed_distca.huggingface.contract import Contract
@@ -315,8 +316,11 @@ class DecoderHooks:
         if running is None:
             return None
         if output is None:
-            if running.request is not None:
-                self._planner.failed(_current_error())
+            error = _current_error()
+            if running.request is not None and recomputation_is_over(error):
+                running.request.finish()  # the model is in a checkpoint as a whole: all went well
+            elif running.request is not None:
+                self._planner.failed(error)
             return None
         if running.witness is not None:
             try:

@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 from deepspeed_distca.attention_server.nano_batches import REENTRANT, Awaited, NanoPair
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.step_plan import StepPlan
+from deepspeed_distca.compat.torch import in_checkpoint
 from deepspeed_distca.huggingface.attention_function import KEPT, PLAN, WITNESS
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.decoders import UnsupportedModelError, base_of, takes
@@ -128,6 +129,13 @@ class PingPong:
                 output = self._forward(*args, **kwargs)
             if parts or bound[KEPT].reentrant:
                 self._refused(UnsupportedModelError(REENTRANT))
+            if in_checkpoint():
+                self._refused(
+                    UnsupportedModelError(
+                        f"{self._name} is called in an activation checkpoint as a whole, which does not go with two "
+                        f"nano-batches: checkpoint its layers, or have them whole. {_OTHERWISE}"
+                    )
+                )
             self._seen = True
             if not _needs_gradients(bound):
                 self._wanted = plan.wanted, self._trained

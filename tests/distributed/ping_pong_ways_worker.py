@@ -191,6 +191,32 @@ def reentrant_parts(layout: list, zero: int) -> dict:
     return found
 
 
+def model_in_checkpoint(layout: list, zero: int) -> dict:
+    """A checkpoint around the whole model, whose recomputation ends by an exception: whole, and where two nano-batches
+    were asked for and where they are chosen."""
+    deepspeed.init_distributed("gloo")
+    documents, batch = _given(layout)
+    found = {}
+    blocks = {
+        "whole": {"advanced": {"granularity": 8}},
+        "asked": PING_PONG,
+        "chosen": {"advanced": {"granularity": 8, "node_size": 1}},
+    }
+    for name, block in blocks.items():
+        model = tiny_llama(0)
+        _, expected = reference(copy.deepcopy(model), [documents])
+        engine = _engine(model, zero, block)
+
+        def losses(engine=engine) -> torch.Tensor:
+            return checkpoint(lambda: engine(**batch).loss, use_reentrant=False)
+
+        try:
+            found[name] = _stepped(engine, losses, expected)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
 class _Group(nn.Module):
     """Layers in one checkpoint, each in another one within it."""
 

@@ -181,6 +181,14 @@ def test_parts_of_layers_in_reentrant_checkpoints() -> None:
         assert not found["chosen"]["split"] and found["chosen"]["gradient_error"] < TOLERANCE, found
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_checkpoint_around_the_whole_model(zero: int) -> None:
+    for found in run_ranks(WAYS + "model_in_checkpoint", 2, layout=LAYOUTS["one long document"], zero=zero):
+        assert "in an activation checkpoint as a whole" in found["asked"], found
+        for name in ("whole", "chosen"):
+            assert found[name]["gradient_error"] < TOLERANCE and not found[name]["split"], found
+
+
 @pytest.mark.parametrize("zero, keep", [(1, False), (3, True)])
 def test_checkpoints_within_checkpoints(zero: int, keep: bool) -> None:
     exact(run_ranks(WAYS + "nested", 2, layout=LAYOUTS["longer than a rank"], zero=zero, keep_attention=keep))

@@ -47,7 +47,12 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
             f"through transformers' attention interface. {DISABLE}"
         )
     decoders = [m for m in outermost if any(map(_is_attention, m.modules()))] or outermost
-    trained = [m for m in decoders if any(p.requires_grad for p in m.parameters())]
+    trained: list[PreTrainedModel] = []
+    for found in decoders:
+        layers = {m for m in found.modules() if _is_attention(m)}
+        of_another = layers and any(layers <= set(other.modules()) for other in trained)  # with a head of its own
+        if not of_another and any(p.requires_grad for p in found.parameters()):
+            trained.append(found)
     if len(trained) > 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} holds {len(trained)} decoders that are trained, "

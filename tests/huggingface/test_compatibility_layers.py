@@ -10,11 +10,12 @@ import sys
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from deepspeed_distca.huggingface.decoders import UnsupportedModelError, find_decoder
 from tests.distributed.harness import ROOT, free_port, run_program, run_ranks
 from tests.huggingface.test_compatibility_deepspeed import check
-from tests.tiny_llama import llama
+from tests.tiny_llama import SIZES, llama
 
 #: By scenario words of the error.
 REFUSED = {
@@ -116,6 +117,15 @@ def test_of_several_decoders_the_trained_one_is_found():
     assert find_decoder(both) is second and find_decoder(first) is first
     second.requires_grad_(False)
     assert find_decoder(both) is first  # nothing is trained
+
+
+def test_what_may_be_trained_beside_a_decoder():
+    first, other = llama(), llama()
+    other.model = first.model  # another head on the same layers
+    assert find_decoder(torch.nn.ModuleList([first, other])) is first
+    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    encoder = BertModel(BertConfig(**sizes, num_hidden_layers=1))
+    assert find_decoder(torch.nn.ModuleList([encoder, first])) is first
 
 
 def test_domino_is_refused():

@@ -416,6 +416,13 @@ def seconds_in_two(
     return (1 + IN_TWO) * float((linear + attention + waits).max(initial=0.0))
 
 
+def nic_seconds(cost: CostModel, flows: Iterable[Flow], servers: int, nodes: Topology) -> float:
+    """Seconds that the busiest NIC takes for all that crosses nodes, one flow after another."""
+    sender, receiver, size = (np.concatenate(column) for column in zip(*(flow[:3] for flow in flows), strict=True))
+    far = nodes.node_of[sender] != nodes.node_of[receiver]
+    return float(_busier(cost, Flow(sender, receiver, np.where(far, size, 0)), servers, nodes).max(initial=0.0))
+
+
 def _transfers(
     cost: CostModel, size: np.ndarray | Flow, servers: int, nodes: Topology | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -27,6 +27,7 @@ from deepspeed_distca.scheduler.worth import (
     SEARCH_SEGMENT,
     PlanOptions,
     Worth,
+    nic_seconds,
     seconds_in_two,
 )
 from deepspeed_distca.simulator.model import Model
@@ -263,13 +264,10 @@ def plugin(
             exposed = IN_TWO * (linear + attention) if in_two else np.zeros(1)
             found[window, phase] = Load(linear, attention, exposed, host, below, meets=training.zero == 3)
             continue
-        out, back = compiler.bytes_between(cost.heads, phase)
-        sizes = out + back
+        flows, sizes = compiler.flows(cost.heads, phase), np.add(*compiler.bytes_between(cost.heads, phase))
         if nodes is not None and below:  # NICs carry ZeRO's traffic beside rows
-            across = np.where(nodes.across, sizes, 0)
-            below += float(cost.transfer_seconds(across.sum(axis=1), across.sum(axis=0), between_nodes=True).max())
+            below += nic_seconds(cost, flows, layout.num_ranks, nodes)
         if in_two:  # by all of the linear work, of which plans know the layer's products
-            flows = compiler.flows(cost.heads, phase)
             waits = seconds_in_two(cost, linear, attention, *flows, nodes=nodes) - (linear + attention).max()
         else:
             linear = np.full_like(linear, linear.max())  # the last to finish it is waited for

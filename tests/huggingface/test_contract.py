@@ -162,7 +162,7 @@ KINDS: dict[str, tuple] = {
     ),
     "gpt-oss": (lambda: GptOssForCausalLM(GptOssConfig(**SIZES, **EXPERTS, head_dim=8)), CAUSAL),
     "longrope": (longrope, Contract(rope_limits=(LIMIT,))),
-    "dynamic RoPE": (lambda: dynamic(64), Contract(longest_document=64)),
+    "dynamic RoPE": (lambda: dynamic(64), Contract(longest_document=63)),
     "a fused loss": (lambda: llama(Fused), CAUSAL),
     "classes of tokens": (
         lambda: llama(LlamaForTokenClassification, num_labels=5),
@@ -257,7 +257,7 @@ def test_without_the_probe_only_rotary_embeddings_are_asked():
     for model, expected in (
         (llama(LlamaForTokenClassification), Contract(takes_axes=False)),
         (longrope(), Contract(rope_limits=(LIMIT,), takes_axes=False)),
-        (dynamic(64), Contract(longest_document=64, takes_axes=False)),
+        (dynamic(64), Contract(longest_document=63, takes_axes=False)),
         (gpt2(), Contract()),
     ):
         assert contract_of(model, probe=False) == expected

@@ -11,6 +11,9 @@ import numpy as np
 from deepspeed_distca.data.sources import ArrowDocuments
 from deepspeed_distca.scheduler.strict_json import loads
 
+#: Of the tokens of all documents, which are counted in int64.
+_LIMIT = 2**63
+
 
 def read_lengths(path: Path, column: str | None = None) -> np.ndarray:
     """Lengths of documents, int64 [n]; empty ones are left out.
@@ -33,8 +36,8 @@ def read_lengths(path: Path, column: str | None = None) -> np.ndarray:
         if not isinstance(given, list) or not all(type(n) is int for n in given):
             raise ValueError(f"{path}: expected a JSON list of lengths, [812, 65536, ...]")
         values = np.array(given)
-    if values.size and (values.dtype.kind not in "iu" or int(values.min()) < 0):
-        raise ValueError(f"{path}: lengths must be whole numbers from 0 on")
+    if values.size and (values.dtype.kind not in "iu" or int(values.min()) < 0 or values.sum(dtype=float) >= _LIMIT):
+        raise ValueError(f"{path}: lengths must be whole numbers from 0 on, below 2^63 together")
     values = values.astype(np.int64)
     if not values.any():
         raise ValueError(f"{path}: no document has a token")

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     heads = _heads(arguments)
     windows: list[int | None] = [None, *sorted({*(arguments.windows or ())})]
     ranks, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    device = _device(arguments.device, local_rank)
+    device = _device(arguments.device, ranks, local_rank)
     dtype = DTYPES[arguments.dtype]
     budget = arguments.budget_seconds or (_QUICK_BUDGET if arguments.quick else 30.0)
     if arguments.save is not None and Path(arguments.save).is_dir():
@@ -255,7 +255,7 @@ def _heads(arguments: argparse.Namespace) -> Heads:
         raise UsageError(str(error)) from error
 
 
-def _device(name: str | None, local_rank: int) -> torch.device:
+def _device(name: str | None, ranks: int, local_rank: int) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
@@ -264,6 +264,8 @@ def _device(name: str | None, local_rank: int) -> torch.device:
         return device
     if device.type != "cuda" or not torch.cuda.is_available():
         raise UsageError(f"--device was given {name!r}, which this machine does not have; allowed: cuda, cpu")
+    if device.index is not None and ranks > 1:
+        raise UsageError(f"--device was given {name!r}, one GPU for all {ranks} ranks; give cuda: each takes its own")
     if device.index is None:
         device = torch.device("cuda", local_rank)
     if device.index >= torch.cuda.device_count():

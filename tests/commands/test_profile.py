@@ -95,6 +95,16 @@ def test_wrong_options_are_one_line(options, words, capsys):
     assert out == "" and len(err.splitlines()) == 1 and words in err, err
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_several_ranks_do_not_measure_one_gpu(rank, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, value in {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["profile", *SMALL, "--device", "cuda:1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and "'cuda:1', one GPU for all 2 ranks; give cuda" in err, err
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_ranks_measure_the_exchange(tmp_path, launcher):
     port = free_port()

@@ -7,8 +7,8 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -96,7 +96,6 @@ class Runtime:
         self.config, self.detached = config, False
         self._engine, self._decoder = engine, prepared.decoder
         self._watch = Watch(meeting.name, config.timeout_seconds)
-        self._wrapped: dict[str, Any] = {}
         # Of the micro-batches of an optimizer step until now, their targets here and what they say of the step's.
         self._targets, self._said, self._warned_of_steps = 0, set[int | None](), False
         try:
@@ -203,13 +202,12 @@ class Runtime:
         self._kept_said = 2 * len(modules) + 1 if config.keep_attention is None and dist.get_rank() == 0 else 0
         _RUNTIMES[decoder] = weakref.ref(self)
         self._forward_end = decoder.register_forward_hook(torch.compiler.disable(self._forward_over))
-        for name, phase in (("backward", "backward"), ("step", "optimizer step")):
-            self._follow(name, phase)
+        self._monitor = StepMonitor(engine, lambda: self.server.planned, dist.get_rank())
+        self._unfollow = [_follow(engine, "backward", self._in_backward), _follow(engine, "step", self._in_step)]
         # An engine that is dropped takes its watch along.
         weakref.finalize(engine, self._watch.close).atexit = False
         several_nodes = options.nodes is not None and sharing.servers == sharing.replicas
         self._overlap = Overlap(engine, decoder, modules, contract, config.overlap, tries_two=several_nodes)
-        self._monitor = StepMonitor(engine, lambda: self.server.planned, dist.get_rank())
         if dist.get_rank() == 0:
             try:
                 kernel = choose_kernel(config.kernel, heads, engine.device, attention_dtype(engine), windows[0]).name
@@ -322,21 +320,18 @@ class Runtime:
         if model is self._decoder:  # not a copy, which brought this hook along
             self._watch.forward_over()
 
-    def _follow(self, name: str, phase: str) -> None:
-        """Wraps a method of this engine alone: what it raises must reach the other ranks."""
-        own, watch = getattr(self._engine, name), self._watch
+    # What these methods of the engine raise must reach the other ranks.
 
-        @functools.wraps(own)
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            if name == "step" and self._engine.is_gradient_accumulation_boundary():
-                self._compare_step_targets()
-            if name == "backward":
-                self._hooks.backward_begins()
-            with watch.phase(phase):
-                return own(*args, **kwargs)
+    def _in_backward(self) -> AbstractContextManager[None]:
+        self._hooks.backward_begins()
+        return self._watch.phase("backward")
 
-        setattr(self._engine, name, followed)
-        self._wrapped[name] = followed
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        if self._engine.is_gradient_accumulation_boundary():
+            self._compare_step_targets()
+        with self._monitor.step(), self._watch.phase("optimizer step"):
+            yield
 
     def detach(self) -> None:
         """Removes the hooks; the model runs as it did before. ``engine.distca`` stays, out of use, until the plugin is
@@ -347,16 +342,38 @@ class Runtime:
         self.detached = True
         self._watch.close()
         self._forward_end.remove()
-        for name, followed in self._wrapped.items():
-            if self._engine.__dict__.get(name) is followed:
-                del self._engine.__dict__[name]
+        for unfollow in self._unfollow:
+            unfollow()
         if hooked(self._decoder) is self:
             del _RUNTIMES[self._decoder]
         self._hooks.remove()
-        self._monitor.remove()
         self._overlap.remove()
         if self._early_gradients is not None:
             self._early_gradients.remove()
+
+
+def _follow(engine: Any, name: str, around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Runs a method of this engine alone within a context, until what is returned is called. That puts back what was
+    there, unless somebody else has wrapped the method since: his wrapper stays, and goes on to what was there."""
+    own, earlier, ended = getattr(engine, name), vars(engine).get(name), False
+
+    @functools.wraps(own)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if ended else around():
+            return own(*args, **kwargs)
+
+    def end() -> None:
+        nonlocal ended
+        ended = True
+        if vars(engine).get(name) is not followed:
+            return
+        if earlier is None:
+            delattr(engine, name)
+        else:
+            setattr(engine, name, earlier)
+
+    setattr(engine, name, followed)
+    return end
 
 
 def _describe_windows(windows: list[int | None]) -> str:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_distca.attention_server.statistics import StepStatistics
@@ -40,10 +41,7 @@ def events(statistics: StepStatistics, samples: int, seconds: float | None = Non
 
 
 class StepMonitor:
-    """Writes the events of a step when the engine has taken it.
-
-    DeepSpeed has no hook after a step, so this engine's ``step`` is wrapped, on the instance, until :meth:`remove`.
-    Without an enabled monitor nothing is wrapped.
+    """Writes the events of a step when the engine has taken it, where DeepSpeed's monitor is enabled.
 
     Args:
         engine: a DeepSpeedEngine.
@@ -52,27 +50,18 @@ class StepMonitor:
     """
 
     def __init__(self, engine: Any, statistics: Callable[[], StepStatistics], rank: int) -> None:
-        self._engine = engine
-        self._wrapped = rank == 0 and bool(getattr(getattr(engine, "monitor", None), "enabled", False))
-        if not self._wrapped:
-            return
-        step, ended = engine.step, None
+        self._engine, self._statistics = engine, statistics
+        self._ended: float | None = None
+        self._writes = rank == 0 and bool(getattr(getattr(engine, "monitor", None), "enabled", False))
 
-        def step_and_write(*args: Any, **kwargs: Any) -> Any:
-            nonlocal ended
-            before = engine.global_steps
-            result = step(*args, **kwargs)
-            if engine.global_steps != before:
-                now = time.perf_counter()
-                seconds = None if ended is None else now - ended
-                ended = now
-                engine.monitor.write_events(events(statistics(), engine.global_samples, seconds))
-            return result
-
-        engine.step = step_and_write
-
-    def remove(self) -> None:
-        """Gives the engine its own ``step`` back."""
-        if self._wrapped:
-            self._wrapped = False
-            del self._engine.step
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the engine's ``step``, after which DeepSpeed has no hook."""
+        engine = self._engine
+        before = engine.global_steps
+        yield
+        if self._writes and engine.global_steps != before:
+            now = time.perf_counter()
+            seconds = None if self._ended is None else now - self._ended
+            self._ended = now
+            engine.monitor.write_events(events(self._statistics(), engine.global_samples, seconds))

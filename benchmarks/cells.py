@@ -54,7 +54,7 @@ class AllKept(Training):
     """With memory for the attention of all layers."""
 
     def kept(self, ranks: int, tokens: int) -> int:
-        return self.model.layers
+        return self.model.attention_layers
 
 
 def zero_3(name: str, gpus: int) -> Training:
@@ -77,10 +77,10 @@ def row(kind: str, model: str, tokens: int, documents: str, context: int, gpus: 
     found = {one.name: one for one in outcomes(training, batches, context, placed=True)}
     size = {"set-up": kind, "model": model, "tokens": tokens, "documents": documents, "context": context, "GPUs": gpus}
     kept = training.kept(ranks, tokens)
-    line: dict[str, Any] = {**size, "kept": f"{kept} of {training.model.layers}"}
+    line: dict[str, Any] = {**size, "kept": f"{kept} of {training.model.attention_layers}"}
     line |= {column: found[name].seconds for column, name in SECONDS.items()}
     line[ALL_KEPT] = line["placed"]
-    if kept < training.model.layers:
+    if kept < training.model.attention_layers:
         other = AllKept(**{field.name: getattr(training, field.name) for field in fields(training)})
         line[ALL_KEPT] = placed_step(other, batches).seconds
     names = {"GiB: plain": PLAIN, "GiB: WLB": DEALT, "GiB: plugin": OURS}

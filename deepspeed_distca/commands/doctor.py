@@ -274,7 +274,7 @@ def _kernel(block: DistCAConfig, heads: Heads) -> list[Finding]:
 
 def _memory(block: DistCAConfig, model: Model, tokens: int, shards: int) -> Finding:
     """What the plugin takes of a GPU beside what training does, and what there is."""
-    layers = model.layers
+    layers = model.attention_layers
     kept = layers * tokens * model.heads.return_bytes / shards / _GIB
     staging = block.advanced.staging_mib / 1024
     use = {

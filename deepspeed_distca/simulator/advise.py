@@ -115,7 +115,7 @@ def advise(
         why = f"leave it out: {gain}, but moving rows costs as much; more than {tokens} tokens a rank may change that"
     block, overlap = {"enabled": True}, training.overlap
     note = _NODES if ranks > NODE and training.options.nodes is None else ""
-    kept, layers = training.kept(ranks, tokens), training.model.layers
+    kept, layers = training.kept(ranks, tokens), training.model.attention_layers
     if pays and kept < layers:
         memory = f"there is memory, by estimate, to keep core attention of {kept} of {layers} checkpointed layers"
         note = "; ".join(filter(None, [note, f"{memory}, and that of the others is repeated in backward"]))

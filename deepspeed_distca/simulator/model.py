@@ -25,6 +25,8 @@ LLAMA_3_8B = {
     "vocab_size": 128256,
 }
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+#: Kinds of layers, as configurations name them, that have no attention: recurrent states, convolutions, feed-forward.
+_NO_ATTENTION = {"linear_attention", "mamba", "recurrent", "conv", "mlp", "moe"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 #: Bytes that element-wise work of a decoder layer reads and writes for a token, for each element of the hidden state,
@@ -53,12 +55,14 @@ class Model:
 
     Attributes:
         name: for people to read.
-        windows: how many layers there are with each window; None is full causal attention.
+        windows: how many layers with attention there are of each window; None is full causal attention.
         heads: of each.
         hidden, wide: elements of a hidden state, and of the feed-forward part that a token goes through.
         vocabulary: of the output layer.
         layer_flops, output_flops: of a forward of a layer's linear work, and of the output layer, for a token.
         layer_parameters, outer_parameters: of a layer, and of embedding and output together.
+        no_attention: how many layers there are beside: they have recurrent states or convolutions in its place, which
+            are not counted.
     """
 
     name: str
@@ -71,6 +75,7 @@ class Model:
     output_flops: int
     layer_parameters: int
     outer_parameters: int
+    no_attention: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Model:
@@ -97,12 +102,23 @@ class Model:
         embeddings = vocabulary * hidden * (1 if given.get("tie_word_embeddings") else 2)
         name = f"{given.get('model_type', 'model')}, {layers} layers of {hidden}"
         output = 2 * hidden * vocabulary
-        return cls(name, _windows(given), heads, hidden, wide, vocabulary, flops, output, layer, embeddings)
+        windows, none = _windows(given)
+        return cls(name, windows, heads, hidden, wide, vocabulary, flops, output, layer, embeddings, none)
 
     @property
     def layers(self) -> int:
         """How many there are."""
+        return self.attention_layers + self.no_attention
+
+    @property
+    def attention_layers(self) -> int:
+        """How many of them have attention."""
         return sum(self.windows.values())
+
+    @property
+    def kinds(self) -> dict[int | None, int]:
+        """How many layers there are of each kind: by window, which is 0 of those without attention."""
+        return {**self.windows, **({0: self.no_attention} if self.no_attention else {})}
 
     @property
     def parameters(self) -> int:
@@ -130,14 +146,19 @@ class Model:
         return _LOSS[liger] * self.vocabulary
 
 
-def _windows(config: Mapping[str, Any]) -> dict[int | None, int]:
-    """Layers by window, as transformers' configurations describe them."""
-    layers, window = config["num_hidden_layers"], config.get("sliding_window")
-    if window is None or config.get("use_sliding_window") is False:
-        return {None: layers}
-    kinds = config.get("layer_types") or ["sliding_attention"] * layers
-    sliding = sum(kind == "sliding_attention" for kind in kinds)
-    return {kind: count for kind, count in ((None, layers - sliding), (int(window), sliding)) if count}
+def _windows(config: Mapping[str, Any]) -> tuple[dict[int | None, int], int]:
+    """Layers with attention by window, as transformers' configurations describe them, and how many have none."""
+    layers = config["num_hidden_layers"]
+    window = None if config.get("use_sliding_window") is False else config.get("sliding_window") or None
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ["sliding_attention"] * layers
+    if len(kinds) != layers:
+        raise ValueError(f"the model's configuration has {layers} layers, and kinds (layer_types) of {len(kinds)}")
+    none = sum(kind in _NO_ATTENTION for kind in kinds)
+    sliding = 0 if window is None else sum(kind == "sliding_attention" for kind in kinds)
+    if none >= layers:
+        raise ValueError(f"none of the model's {layers} layers has attention")
+    windows = ((None, layers - none - sliding), (window and int(window), sliding))
+    return {kind: count for kind, count in windows if count}, none
 
 
 def training_options(config: Mapping[str, Any], ranks: int = 1, node_size: int | None = None) -> PlanOptions:

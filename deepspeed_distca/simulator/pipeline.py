@@ -59,7 +59,8 @@ def same_phase(training: Training, batches: Sequence[Layout]) -> tuple[float, di
     for a micro-batch, and the loads of a tick in the middle. In a tick in which rows move all ranks wait for each
     other, in others only for what the stage beside theirs sends."""
     tokens, stages, replicas = int(batches[0].tokens.max()), training.stages, batches[0].num_ranks
-    windows, hop, output = training.model.windows, _hop(training, tokens), training.output() * tokens
+    windows, kinds = training.model.windows, training.model.kinds
+    hop, output = _hop(training, tokens), training.output() * tokens
     every = [
         (tick, _side_by_side([None if i is None else batches[i] for i in tick.micro_batches]))
         for tick in training_ticks(len(batches), stages)
@@ -79,8 +80,8 @@ def same_phase(training: Training, batches: Sequence[Layout]) -> tuple[float, di
         phase, has = tick.phase, tick.micro_batches
         loads = plugin(training, layout, (phase,), in_two=in_two)
         takes = np.zeros((stages, replicas))
-        for (window, _), load in loads.items():
-            layers = windows[window] / stages
+        for (kind, _), load in loads.items():
+            layers = kinds[kind] / stages
             takes += layers * (load.seconds if load.meets else load.ranks.reshape(stages, replicas))
             parts["attention"] += layers * float(load.attention.mean())
             parts["exchange"] += layers * float(load.exposed.max())
@@ -113,8 +114,8 @@ def _order(count: int, stages: int, stage: int) -> list[tuple[Phase, int]]:
 
 def _times(training: Training, loads: Loads, tokens: int, phase: Phase, *, last: bool) -> np.ndarray:
     """Seconds of each rank of a stage for a micro-batch's phase, float64 [ranks of a stage]."""
-    windows, stages = training.model.windows, training.stages
-    times = np.array([windows[window] / stages * load.ranks for (window, of), load in loads.items() if of == phase])
+    kinds, stages = training.model.kinds, training.stages
+    times = np.array([kinds[kind] / stages * load.ranks for (kind, of), load in loads.items() if of == phase])
     return times.sum(axis=0) + last * training.output() * tokens * _OUTPUT[phase]
 
 

@@ -100,7 +100,7 @@ def outcomes(
             1,
             [(evened(training, batch), tokens) for batch in batches],
             ranks,
-            kept=training.model.layers,
+            kept=training.model.attention_layers,
         ),
     ]
 
@@ -183,7 +183,8 @@ def _dealt(training: Training, lengths: np.ndarray, groups: int, room: int, degr
     attention = sum(
         attended(training, lengths, phase, window, degree) for window, phase in product(training.model.windows, PHASES)
     )
-    work = linear * len(training.model.windows) + attention
+    model = training.model
+    work = linear * len(model.windows) * (model.layers / model.attention_layers) + attention
     load, held = np.zeros(groups), np.zeros(groups, dtype=np.int64)
     found: list[list[int]] = [[] for _ in range(groups)]
     for document in np.argsort(-work, kind="stable").tolist():
@@ -235,8 +236,10 @@ def shared(training: Training, groups: Groups, degree: int, *, ulysses: bool = F
     ranks, heads = len(groups) * degree, training.model.heads
     rows = np.array([int(group.sum()) for group in groups])  # of each group
     kv_bytes = heads.kv_bytes * max(1, degree // heads.key_value)  # every rank has a key head at least
-    for window, phase in product(training.model.windows, PHASES):
+    for window, phase in product(training.model.kinds, PHASES):
         passes: list[Phase] = ["forward", phase] if training.again(phase) else [phase]
+        if window == 0:  # without attention
+            passes = []
         attention, exposed, sent = (np.zeros(len(groups)) for _ in range(3))
         for one in passes:
             work = np.array([attended(training, g, one, window, 1 if ulysses else degree).sum() for g in groups])
@@ -295,8 +298,8 @@ def outcome(training: Training, name: str, degree: int, made: Made, ranks: int, 
         idle = (stages - 1) * (parts["linear layers"] / count + parts["output"])
         parts["pipeline"] = idle if name == IDEAL else one_forward_one_backward(training, made) - sum(parts.values())
     parts["optimizer"] = end
-    windows = training.model.windows
-    sent = sum(float(load.sent.mean()) * windows[window] for loads, _ in made for (window, _), load in loads.items())
+    kinds = training.model.kinds
+    sent = sum(float(load.sent.mean()) * kinds[kind] for loads, _ in made for (kind, _), load in loads.items())
     memory = training.memory(ranks * stages, tokens, kept=kept, in_flight=min(count, stages))
     return Outcome(name, degree, sum(parts.values()), parts, sent / count / stages, tokens, memory, made[0][0])
 
@@ -305,8 +308,9 @@ def _parts_of(training: Training, loads: Loads, tokens: int) -> dict[str, float]
     """Seconds of a micro-batch by what they go for: the mean rank's work, the busiest one's beside it, rows, and what
     host or ZeRO's traffic take longer."""
     parts = dict.fromkeys(PARTS, 0.0)
-    for (window, _), load in loads.items():
-        layers, work = training.model.windows[window], load.linear + load.attention
+    kinds = training.model.kinds
+    for (kind, _), load in loads.items():
+        layers, work = kinds[kind], load.linear + load.attention
         busy = float((work + load.exposed).max())
         parts["linear layers"] += layers * float(load.linear.mean())
         parts["attention"] += layers * float(load.attention.mean())
@@ -330,6 +334,6 @@ def _shared_by_all(training: Training, name: str, batches: Sequence[Layout]) -> 
     parts["output"] /= stages
     parts["pipeline"] = total + parts["optimizer"] - sum(parts.values())
     memory = training.memory(
-        ranks * stages, tokens, kept=training.model.layers, in_flight=min(len(batches), 2 * stages - 1)
+        ranks * stages, tokens, kept=training.model.attention_layers, in_flight=min(len(batches), 2 * stages - 1)
     )
     return Outcome(name, 1, sum(parts.values()), parts, sent, tokens, memory, loads)

@@ -181,7 +181,7 @@ def _problem(training: Training, ranks: int, tokens: int, context: int) -> str:
     stages = training.stages
     if ranks % stages:
         return f"--ranks {ranks} cannot be divided into --stages {stages}; give a multiple"
-    if any(layers % stages for layers in training.model.windows.values()):
+    if any(layers % stages for layers in training.model.kinds.values()):
         return f"the model's {training.model.layers} layers cannot be divided evenly into --stages {stages}"
     if stages > 1 and training.zero > 1:
         return f"--zero {training.zero} with --stages {stages}: DeepSpeed's pipelines have ZeRO 0 or 1"
@@ -216,12 +216,12 @@ def over_scale(lengths: np.ndarray, training: Training, **layout: Any) -> dict[i
 
 
 def spans(training: Training, loads: Loads, tokens: int, ranks: int) -> Iterator[tuple[int, str, float, float]]:
-    """A step of one micro-batch: (rank, what, seconds when it starts, seconds it takes). Layers with different windows
+    """A step of one micro-batch: (rank, what, seconds when it starts, seconds it takes). Layers of different kinds
     are one kind after another."""
     at = np.zeros(ranks)
     for phase in ("forward", "backward"):
-        for window, layers in training.model.windows.items():
-            load = loads[window, phase]
+        for kind, layers in training.model.kinds.items():
+            load = loads[kind, phase]
             columns = ("linear layers", load.linear), ("attention", load.attention), ("exchange", load.exposed)
             for _ in range(layers):
                 start = at.copy()

@@ -124,8 +124,9 @@ class Training:
 
     @property
     def overlap(self) -> Literal["local_first", "ping_pong"]:
-        """The plugin's `overlap`, where it is left out: two nano-batches over nodes."""
-        return "local_first" if self.options.nodes is None else "ping_pong"
+        """The plugin's `overlap`, where it is left out: two nano-batches over nodes, but not of hybrid models, where
+        the second one would lack the first one's states."""
+        return "local_first" if self.options.nodes is None or self.model.no_attention else "ping_pong"
 
     def kept(self, ranks: int, tokens: int) -> int:
         """Of how many layers the plugin keeps attention under checkpointing, where `keep_attention` is left out: as
@@ -134,7 +135,7 @@ class Training:
         Args:
             tokens: of the rank with the most of them.
         """
-        layers = self.model.layers
+        layers = self.model.attention_layers
         if not self.checkpointing or self.stages > 1:
             return layers
         room = (1 - FREE) * MEMORY - self.memory(ranks, tokens, kept=0)
@@ -196,29 +197,42 @@ class Load:
         return float(self.ranks.max())
 
 
-#: By window and phase.
+#: By kind of layer, as :attr:`Model.kinds` has them, and phase.
 Loads = dict[tuple[int | None, Phase], Load]
 
 
-def at_home(training: Training, layout: Layout, phase: Phase, window: int | None) -> np.ndarray:
+def at_home(training: Training, layout: Layout, phase: Phase, kind: int | None) -> np.ndarray:
     """Seconds of each rank's attention where nothing moves, in forward or backward alone, float64 [num_ranks]."""
-    rows, loads = home_tasks(layout, window), np.zeros(layout.num_ranks)
-    np.add.at(loads, rows[:, SERVER], task_costs(rows, training.cost, phase, window) / UNITS_PER_SECOND)
+    loads = np.zeros(layout.num_ranks)
+    if kind == 0:
+        return loads
+    rows = home_tasks(layout, kind)
+    np.add.at(loads, rows[:, SERVER], task_costs(rows, training.cost, phase, kind) / UNITS_PER_SECOND)
     return loads
 
 
 def plain(training: Training, layout: Layout) -> Loads:
     """Every rank computes the attention of its own documents, which are whole."""
     found: Loads = {}
-    for window, phase in product(training.model.windows, PHASES):
-        attention: np.ndarray = at_home(training, layout, phase, window)
+    for kind, phase in product(training.model.kinds, PHASES):
+        attention: np.ndarray = at_home(training, layout, phase, kind)
         if training.again(phase):
-            attention = attention + at_home(training, layout, "forward", window)
-        linear, below = training.linear(phase) * layout.tokens, training.zero_layer(phase, layout.num_ranks)
-        found[window, phase] = Load(
-            linear, attention, host=training.host(phase), below=below, meets=training.zero == 3
-        )
+            attention = attention + at_home(training, layout, "forward", kind)
+        found[kind, phase] = _at_rest(training, layout, phase, attention)
     return found
+
+
+def _at_rest(training: Training, layout: Layout, phase: Phase, attention: np.ndarray, *, in_two: bool = False) -> Load:
+    """A phase of a layer in which no rows move, in one or two nano-batches."""
+    linear, host = training.linear(phase) * layout.tokens, training.host(phase)
+    return Load(
+        linear,
+        attention,
+        exposed=IN_TWO * (linear + attention) if in_two else np.zeros(1),
+        host=2 * host if in_two else host,  # it goes through the layer twice
+        below=training.zero_layer(phase, layout.num_ranks),
+        meets=training.zero == 3,
+    )
 
 
 def planner(
@@ -255,15 +269,14 @@ def plugin(
     if in_two is None:
         moves = any(compiler.moves_rows for _, _, compiler in spread.values())
         in_two = moves and training.overlap == "ping_pong"
+    for phase in phases if training.model.no_attention else ():
+        found[0, phase] = _at_rest(training, layout, phase, np.zeros(layout.num_ranks))
     for (window, phase), (worth, tasks, compiler) in spread.items():
-        linear, attention = training.linear(phase) * layout.tokens, tasks.loads / UNITS_PER_SECOND
-        below, host = training.zero_layer(phase, layout.num_ranks), training.host(phase)
-        if in_two:
-            host *= 2  # it goes through the layer twice
+        attention = tasks.loads / UNITS_PER_SECOND
+        rest = found[window, phase] = _at_rest(training, layout, phase, attention, in_two=in_two)
         if not compiler.moves_rows:
-            exposed = IN_TWO * (linear + attention) if in_two else np.zeros(1)
-            found[window, phase] = Load(linear, attention, exposed, host, below, meets=training.zero == 3)
             continue
+        linear, below = rest.linear, rest.below
         flows, sizes = compiler.flows(cost.heads, phase), np.add(*compiler.bytes_between(cost.heads, phase))
         if nodes is not None and below:  # NICs carry ZeRO's traffic beside rows
             below += nic_seconds(cost, flows, layout.num_ranks, nodes)
@@ -276,13 +289,13 @@ def plugin(
             linear,
             attention,
             exposed=np.full_like(linear, waits),
-            host=host + cost.moving_seconds(phase, int(compiler.messages(phase).max())),
+            host=rest.host + cost.moving_seconds(phase, int(compiler.messages(phase).max())),
             below=below,
             sent=sizes.sum(axis=1),
             meets=True,
             extra=SEARCH + SEARCH_SEGMENT * len(layout.segments),
         )
-    layers = training.model.layers
+    layers = training.model.attention_layers
     again = 1 - training.kept(layout.num_ranks, int(layout.tokens.max())) / layers if "backward" in phases else 0.0
     for window in training.model.windows if again else ():
         _, tasks, compiler = spread[window, "forward"]
@@ -307,11 +320,11 @@ def plugin(
 def evened(training: Training, layout: Layout) -> Loads:
     """Perfect balance for nothing: every rank has as many tokens and as much attention, and none travels."""
     found: Loads = {}
-    for window, phase in product(training.model.windows, PHASES):
+    for kind, phase in product(training.model.kinds, PHASES):
         each = np.full(layout.num_ranks, 1.0)
         linear = each * (training.linear(phase) * layout.tokens.mean())
-        attention = each * at_home(training, layout, phase, window).mean()
-        found[window, phase] = Load(
+        attention = each * at_home(training, layout, phase, kind).mean()
+        found[kind, phase] = Load(
             linear, attention, host=training.host(phase), below=training.zero_layer(phase, layout.num_ranks)
         )
     return found
@@ -323,8 +336,8 @@ def seconds(training: Training, loads: Loads, tokens: float) -> float:
     Args:
         tokens: of the rank with the most of them.
     """
-    windows = training.model.windows
-    layers = sum(windows[window] * load.seconds + load.extra for (window, _), load in loads.items())
+    kinds = training.model.kinds
+    layers = sum(kinds[kind] * load.seconds + load.extra for (kind, _), load in loads.items())
     return layers + training.output() * tokens
 
 
@@ -349,10 +362,9 @@ class Predicted:
 def predict(training: Training, layout: Layout) -> Predicted:
     """A micro-batch without the plugin, with it, and with perfect balance."""
     before, after, ideal = plain(training, layout), plugin(training, layout), evened(training, layout)
-    tokens, windows = layout.tokens.max(), training.model.windows
+    tokens, kinds = layout.tokens.max(), training.model.kinds
     most, mean = (
-        sum(windows[window] * float(of(load.attention)) for (window, _), load in before.items())
-        for of in (np.max, np.mean)
+        sum(kinds[kind] * float(of(load.attention)) for (kind, _), load in before.items()) for of in (np.max, np.mean)
     )
     return Predicted(
         seconds(training, before, tokens),

@@ -93,6 +93,29 @@ def test_experts_count_once_in_time_and_all_in_memory() -> None:
     assert eight.layer_parameters - one.layer_parameters == 7 * feed_forward
 
 
+def test_layers_without_attention_are_told_apart() -> None:
+    mixed = ["linear_attention", "conv", "linear_attention", "full_attention"] * 8
+    hybrid = Model.of({**LLAMA_3_8B, "layer_types": mixed})
+    assert (hybrid.windows, hybrid.kinds, hybrid.layers) == ({None: 8}, {None: 8, 0: 24}, 32)
+    assert hybrid.parameters == Model.of(LLAMA_3_8B).parameters
+    assert Model.of({**LLAMA_3_8B, "layers_block_type": mixed}) == hybrid
+    windowed = Model.of(
+        {**LLAMA_3_8B, "layer_types": ["sliding_attention", "full_attention", *["moe"] * 30], "sliding_window": 512}
+    )
+    assert windowed.kinds == {None: 1, 512: 1, 0: 30}
+    plain = Model.of({**LLAMA_3_8B, "layer_types": ["full_attention", "chunked_attention", "hybrid", "attention"] * 8})
+    assert plain == Model.of(LLAMA_3_8B)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [(["conv"] * 32, "none of the model's 32 layers has attention"), (["conv"] * 8, "kinds .* of 8")],
+)
+def test_kinds_of_layers_that_cannot_be_are_refused(kinds: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Model.of({**LLAMA_3_8B, "layer_types": kinds})
+
+
 def test_heads_are_those_with_which_an_engine_plans() -> None:
     latent = {**LLAMA_3_8B, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     assert Model.of(latent).heads == Heads(32, 32, 192, value_dim=128)

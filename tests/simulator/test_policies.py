@@ -243,6 +243,43 @@ def overlapping(setting: Training, name: str) -> Training:
     return Overlapping(**{field.name: getattr(setting, field.name) for field in fields(setting)})
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_layers_without_attention_have_linear_work_alone(stages: int, checkpointing: bool) -> None:
+    """Two of four layers attend: as much linear work, half the attention and rows, and as many results to keep."""
+    setting = training(1, stages=stages, checkpointing=checkpointing)
+    four, two, hybrid = (
+        replace(setting, model=replace(MODEL, windows={None: attend}, no_attention=none))
+        for attend, none in ((4, 0), (2, 0), (2, 2))
+    )
+    drawn = batches(2, ranks=RANKS // stages)
+    found, all_attend, half = (
+        {one.name: one for one in outcomes(one, drawn, TOKENS, placed=True)} for one in (hybrid, four, two)
+    )
+    assert found.keys() == all_attend.keys() == half.keys() and OURS in found
+    for name, one in found.items():
+        assert sum(one.parts.values()) == pytest.approx(one.seconds) and min(one.parts.values()) > -1e-9
+        assert half[name].seconds < one.seconds
+        if name in (PLAIN, IDEAL, OURS):  # the others are dealt otherwise, or share at another degree
+            assert one.parts["linear layers"] == pytest.approx(all_attend[name].parts["linear layers"])
+            for own, other in ((one.parts["attention"], half[name].parts["attention"]), (one.sent, half[name].sent)):
+                assert own == pytest.approx(other)
+            assert one.seconds < all_attend[name].seconds and one.memory <= all_attend[name].memory
+    assert hybrid.kept(RANKS, TOKENS) == 2
+    kept = hybrid.memory(RANKS, TOKENS, kept=2) - hybrid.memory(RANKS, TOKENS, kept=0)
+    assert kept == pytest.approx(2 * TOKENS * MODEL.heads.return_bytes / stages * checkpointing)
+
+
+def test_hybrid_models_are_whole_over_nodes() -> None:
+    """PingPong refuses them. A layer without attention costs what it costs without the plugin."""
+    setting = replace(training(), model=replace(MODEL, windows={None: 16}, no_attention=16))
+    (layout,) = batches(1)
+    loads = plugin(setting, layout)
+    still, moved, own = loads[0, "forward"], loads[None, "forward"], plain(setting, layout)[0, "forward"]
+    assert setting.overlap == "local_first" and moved.meets and moved.exposed.max() > 0
+    assert not still.meets and not still.attention.any() and still.seconds == own.seconds == still.linear.max()
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_over_nodes_a_pipeline_is_not_slower_than_plain(stages: int) -> None:
     """Whole documents stay at home where moving them does not pay. (Plans that knew no nodes were slower, up to 11 %,

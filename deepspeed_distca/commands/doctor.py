@@ -17,7 +17,7 @@ import torch
 from deepspeed_distca import compat
 from deepspeed_distca.attention_server.kernels import KernelError
 from deepspeed_distca.cli import UsageError
-from deepspeed_distca.commands.shared import positive_int, read_config
+from deepspeed_distca.commands.shared import positive_int, read_config, with_kinds_of_layers
 from deepspeed_distca.compat.deepspeed import import_quietly, quietly
 from deepspeed_distca.config import BLOCK, DistCAConfig, DistCAConfigError, get_distca_config
 from deepspeed_distca.cost_choice import choose_kernel, own_cost_model
@@ -76,7 +76,7 @@ def _examine(config: Path | None, model: Path | None, tokens: int | None) -> lis
     ds_config = None if config is None else read_config(config)
     architecture = LLAMA_3_8B if model is None else read_config(model)
     try:
-        sizes = Model.of(_by_usual_names(architecture))
+        sizes = Model.of(_by_usual_names(with_kinds_of_layers(architecture)))
     except ValueError as error:
         raise UsageError(f"{model}: {error}") from error
     found, block, shards = [*_versions()], DistCAConfig(), 1

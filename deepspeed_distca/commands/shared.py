@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Ranks of a layout: its matrices of bytes have an entry for every two of them.
 MAX_RANKS = 2048
+#: With these begin names of sizes that models have whose layers are not all attention.
+_OF_HYBRIDS = ("attn_layer", "conv", "full_attention_interval", "full_attn", "hybrid_", "linear_", "mamba_")
 
 
 def documents_arguments(parser: argparse.ArgumentParser, micro_batches: int) -> None:
@@ -90,7 +92,7 @@ def read_documents(arguments: argparse.Namespace, node_size: int | None) -> tupl
 
     if arguments.ranks > MAX_RANKS:
         raise UsageError(f"--ranks was given {arguments.ranks}; allowed: 1 to {MAX_RANKS}")
-    config = LLAMA_3_8B if arguments.model is None else read_config(Path(arguments.model))
+    config = LLAMA_3_8B if arguments.model is None else with_kinds_of_layers(read_config(Path(arguments.model)))
     model = Model.of(config)
     choice = choose(Setting("NVIDIA H200", "sm90", "flash_attn_4", "bf16"), model.heads, arguments.cost, folder=None)
     training = Training(
@@ -113,6 +115,30 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UsageError(f"{path}: expected a JSON object, got {type(config).__name__}")
     return config
+
+
+def with_kinds_of_layers(model: dict[str, Any]) -> dict[str, Any]:
+    """A model's config.json with the kinds of its layers. Many files leave them to transformers, which is asked, and
+    imported, only where layers may differ: some have windows, or no attention. Where it does not know the model, or
+    cannot read the file, that stays as it is."""
+    text = model.get("text_config") or model
+    if not isinstance(text, dict) or text.get("layer_types") or text.get("layers_block_type"):
+        return model
+    windows = bool(text.get("sliding_window")) and text.get("use_sliding_window") is not False
+    if not windows and not any(name.startswith(_OF_HYBRIDS) for name in text):
+        return model
+    from transformers import CONFIG_MAPPING
+
+    whole = model if "model_type" in model else text
+    kind = whole.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return model
+    try:
+        known = CONFIG_MAPPING[kind].from_dict(dict(whole)).get_text_config()
+    except Exception:  # whatever a family's own class raises of a file that it cannot read
+        return model
+    kinds = {name: getattr(known, name) for name in ("layer_types", "sliding_window") if hasattr(known, name)}
+    return {**model, **kinds} if text is model else {**model, "text_config": {**text, **kinds}}
 
 
 def write_html(file: str, page: Page) -> None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from deepspeed_distca.cli import main
+from deepspeed_distca.commands.shared import with_kinds_of_layers
 from deepspeed_distca.data.lengths import read_lengths
 from deepspeed_distca.layout import LENGTH, Layout
 from deepspeed_distca.scheduler.cost_model import PHASES, CostModel
@@ -176,6 +179,66 @@ def test_a_models_own_sizes_count(advise, tmp_path: Path) -> None:
     config.write_text(json.dumps({"text_config": small}))
     status, out, _ = advise(UNEVEN, "--model", str(config))
     assert status == 0 and "16 layers of 2048" in out
+
+
+SLIDING = {"sliding_window": 512, "num_hidden_layers": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        ({"model_type": "gemma2", **SLIDING}, {None: 4, 512: 4}),
+        ({"model_type": "olmo3", **SLIDING}, {None: 2, 512: 6}),
+        ({"model_type": "cohere2", **SLIDING, "sliding_window_pattern": 2}, {None: 4, 512: 4}),
+        ({"model_type": "gemma3_text", **SLIDING, "sliding_window_pattern": 3}, {None: 2, 512: 6}),
+        ({"model_type": "qwen2", **SLIDING, "use_sliding_window": True, "max_window_layers": 6}, {None: 6, 512: 2}),
+        ({"model_type": "qwen2", **SLIDING}, {None: 8}),
+        ({"model_type": "mistral", **SLIDING}, {512: 8}),
+        ({"model_type": "qwen3_next", "num_hidden_layers": 8, "linear_conv_kernel_dim": 4}, {None: 2, 0: 6}),
+        ({"model_type": "lfm2", "num_hidden_layers": 8, "full_attn_idxs": [2, 5]}, {None: 2, 0: 6}),
+        # What is not known, or cannot be read, is taken by the file's own words.
+        ({"model_type": "nobodys", **SLIDING}, {512: 8}),
+        ({"model_type": "exaone4", **SLIDING, "sliding_window_pattern": "no pattern"}, {512: 8}),
+        ({"model_type": "gemma2", **SLIDING, "layer_types": ["full_attention"] * 8}, {None: 8}),
+    ],
+    ids=lambda value: value.get("model_type", ""),
+)
+def test_kinds_of_layers_are_as_transformers_derives_them(config: dict, kinds: dict) -> None:
+    sizes = {key: LLAMA_3_8B[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    config = {**sizes, "num_key_value_heads": 8, **config}
+    assert Model.of(with_kinds_of_layers(config)).kinds == kinds
+    for whole in ({"text_config": config}, {"text_config": config, "model_type": "nobodys"}):
+        found = with_kinds_of_layers(whole)
+        assert Model.of(found).kinds == kinds if "model_type" not in whole else found == whole
+
+
+def test_a_models_file_alone_tells_of_windows_and_mixers(advise, tmp_path: Path) -> None:
+    """Gemma 3 as it is published: within a model that takes images, without the kinds of its layers."""
+    file, found = tmp_path / "config.json", {}
+    text = {**LLAMA_3_8B, "model_type": "gemma3_text", "sliding_window": 1024}
+    for name, config in {
+        "full": LLAMA_3_8B,
+        "mixed": {"model_type": "gemma3", "text_config": text},
+        "windowed": {**LLAMA_3_8B, "model_type": "mistral", "sliding_window": 1024},
+        "hybrid": {**LLAMA_3_8B, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8},
+    }.items():
+        file.write_text(json.dumps(config))
+        status, out, err = advise(UNEVEN, "--model", str(file), "--json", "--html", str(tmp_path / "report.html"))
+        assert (status, err) == (0, "")
+        found[name] = json.loads(out)["plain_ms"][0]
+    assert found["windowed"] < found["mixed"] < found["full"] and found["windowed"] < found["hybrid"] < found["full"]
+    # 27 of 32 layers slide.
+    assert found["mixed"] == pytest.approx(found["full"] - 27 / 32 * (found["full"] - found["windowed"]), rel=1e-6)
+
+
+def test_transformers_is_imported_for_windows_alone() -> None:
+    code = (
+        "import sys; sys.argv[0] = 'ds_distca'; from deepspeed_distca.commands.shared import with_kinds_of_layers; "
+        f"assert with_kinds_of_layers({LLAMA_3_8B!r}) == {LLAMA_3_8B!r}; "
+        "print({'torch', 'deepspeed', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.decoders import UnsupportedModelError, attention_windows, takes
 from deepspeed_distca.huggingface.first_forward import FirstForward
 from deepspeed_distca.huggingface.front_door import DESCRIPTION, Admitted, Limits, admit, names_documents
+from deepspeed_distca.huggingface.front_door.claims import unread_description
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.probe import borders
 from deepspeed_distca.huggingface.row_rope import RowRope
@@ -42,21 +43,6 @@ logger = logging.getLogger(__name__)
 
 #: What describes documents to kernels of transformers' own; the plan says it all.
 _KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-#: What other libraries describe documents by. A model would take it among any arguments, and do nothing with it.
-_UNREAD = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "cu_seqlens_kv",
-    "cu_seq_lens",
-    "seqlens",
-    "seq_lens",
-    "seq_lengths",
-    "sequence_lengths",
-    "document_ids",
-    "doc_ids",
-    "segment_ids",
-    "sequence_ids",
-)
 #: What a model may do without; the contract says how it then reads the rest.
 _OPTIONAL = {"position_ids", "attention_mask", "shift_labels", "num_items_in_batch", "use_cache"}
 #: From these some models make masks that differ from batch to batch: attention both ways among an image's tokens.
@@ -361,11 +347,12 @@ class DecoderHooks:
         return dict(self._signature.bind_partial(*args).arguments) if args else {}
 
     def _refuse(self, kwargs: Mapping[str, Any]) -> None:
-        unread = [k for k in _UNREAD if kwargs.get(k) is not None and k not in self._signature.parameters]
-        if unread and kwargs.get("position_ids") is None and not names_documents(kwargs):
+        unread = unread_description(kwargs, {*DESCRIPTION, *_KERNEL_ARGUMENTS, *self._signature.parameters})
+        if unread is not None and not names_documents(kwargs):
             raise LayoutError(
-                f"{unread[0]} was given, which nothing reads, and no other description: a row would be one document. "
-                "Tell documents apart by cu_seqlens, position_ids, seq_idx, a mask that numbers them or a layout"
+                f"{unread} tells of several documents in a row, but nothing reads it, and no other description was "
+                "given: a row would be one document. Tell documents apart by cu_seqlens, position_ids, seq_idx, a "
+                "mask that numbers them or a layout"
             )
         if kwargs.get("output_attentions"):
             raise UnsupportedModelError("output_attentions=True: core attention never forms its weights; leave it off")

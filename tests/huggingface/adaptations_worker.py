@@ -333,7 +333,7 @@ def one_rank_fails(seed: int) -> dict:
             layout=Layout([(0, 0, 0, 9), (1, 0, 9, 12)], 2), position_ids=torch.arange(12)[None]
         ),
         "wrong padding mask": dict(attention_mask=torch.tensor([[0, 1, 1]])),
-        "a name that nothing reads": dict(document_ids=torch.zeros_like(ids)),
+        "a name that nothing reads": dict(document_ids=(torch.arange(12) > 4).long()[None]),
         "position ids of other tokens": dict(position_ids=torch.arange(11)[None]),
     }
     messages = {}

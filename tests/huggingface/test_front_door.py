@@ -12,6 +12,7 @@ import torch
 
 from deepspeed_distca.huggingface.contract import Contract
 from deepspeed_distca.huggingface.front_door import Admitted, BatchError, Limits, admit, names_documents
+from deepspeed_distca.huggingface.front_door.claims import unread_description
 from deepspeed_distca.layout import Layout, LayoutError
 
 LENGTHS = [3, 1, 6]
@@ -404,3 +405,38 @@ def test_which_batches_name_documents_in_evaluation():
     left = {"attention_mask": torch.tensor([[0, 0, 1, 1]]), "position_ids": torch.tensor([[0, 0, 0, 1]])}
     assert not names_documents({"input_ids": IDS[:, :4], **left})
     assert not names_documents({"input_ids": IDS, "position_ids": torch.arange(5, 15)[None]})
+
+
+UNREAD = {
+    "cu_seqlens_q": torch.tensor([0, 5, 12]),
+    "seq_lens": [5, 7],
+    "sequence_lengths": torch.tensor([5, 7, 0]),
+    "packed_lengths": [[5, 7]],
+    "document_ids": torch.tensor([[3] * 5 + [9] * 7]),
+    "doc_idx": np.array([0] * 5 + [1] * 7),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_descriptions_that_nothing_reads_are_known_by_their_numbers(name):
+    given = {"input_ids": torch.arange(12)[None], "labels": None, name: UNREAD[name]}
+    assert unread_description(given, {"input_ids"}) == name
+    assert unread_description(given, {"input_ids", name}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sequence_lengths", torch.tensor([6, 4])),  # of padded rows
+        ("seq_lens", [6, 6]),  # of full ones
+        ("document_ids", torch.tensor([[1] * 6, [2] * 6])),
+        ("sample_ids", torch.tensor([17, 4])),
+        ("token_type_ids", torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)),
+        ("max_length", 6),
+        ("doc_names", ["a", "b"]),
+        ("seq_scores", torch.rand(2, 6)),
+        ("lengths", []),
+    ],
+)
+def test_what_says_nothing_of_documents_may_be_given(name, value):
+    assert unread_description({"input_ids": torch.arange(12).view(2, 6), name: value}, {"input_ids"}) is None

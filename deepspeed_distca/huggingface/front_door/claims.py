@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
 from deepspeed_distca.data.claims import CUMULATIVE, descriptions_of, read_claims
-from deepspeed_distca.data.integers import on_host
+from deepspeed_distca.data.integers import integers, on_host
 from deepspeed_distca.huggingface.front_door.trees import check_descriptions
-from deepspeed_distca.huggingface.front_door.values import tokens_of
+from deepspeed_distca.huggingface.front_door.values import shape_of, tokens_of
 from deepspeed_distca.layout import RANK, START, Layout, LayoutError
 
 
@@ -46,6 +48,43 @@ def documents_of(
     if layout is None:
         layout = Layout.from_cu_seqlens(np.append(np.flatnonzero(begins), rows * tokens))
     return layout.filled(), real, _with_mask(arguments, real if told else None, rows, tokens)
+
+
+#: Names of what describes documents in other libraries: cu_seqlens_q, seq_lengths, document_ids, sample_ids and so on.
+_LIKE_DOCUMENTS = re.compile(r"cu_|seq|doc|segment|sample|len", re.I)
+
+
+def unread_description(given: Mapping[str, Any], read: Container[str]) -> str | None:
+    """What a batch tells of several documents in a row by a name that nothing reads: a model takes it among any
+    arguments, and does nothing with it. Told by its values: where documents begin, how long they are, or the number of
+    each token's. Waits for a device if it is there.
+
+    Args:
+        read: names of arguments that the model takes, and of descriptions that are understood.
+    """
+    for name, value in given.items():
+        if value is not None and name not in read and _LIKE_DOCUMENTS.search(name):
+            rows, tokens = shape_of(given)
+            with suppress(LayoutError, TypeError, ValueError):
+                if _documents_told(name, value, rows, tokens) > rows:
+                    return name
+    return None
+
+
+def _documents_told(name: str, value: Any, rows: int, tokens: int) -> int:
+    """How many documents all rows have together by some numbers; 0: they say nothing of documents."""
+    nested = isinstance(value, list | tuple) and all(np.ndim(part) == 1 for part in value)
+    numbers = np.concatenate([integers(name, part) for part in value]) if nested else integers(name, value)
+    flat, total = numbers.ravel(), rows * tokens
+    if not flat.size:
+        return 0
+    if flat[0] == 0 and flat[-1] == total and (np.diff(flat) >= 0).all():
+        return len(np.unique(flat)) - 1
+    if flat.min() >= 0 and flat.sum() == total and flat.max() <= tokens:
+        return int((flat > 0).sum())
+    if flat.size == total:
+        return rows + int((np.diff(flat.reshape(rows, tokens), axis=1) != 0).sum())
+    return 0
 
 
 def rank_in(layout: Layout, place: tuple[int, int] | None) -> int:

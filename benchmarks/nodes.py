@@ -225,7 +225,7 @@ def shown(key: str, value: Any) -> str:
         return f"{value // 1024}K"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if "balance" in key:
+    if "balance" in key or "granule" in key:
         return f"{value:.4f}"
     return f"{value:.3f}" if key.endswith("_s") else f"{value:.0f}" if isinstance(value, float) else str(value)
 

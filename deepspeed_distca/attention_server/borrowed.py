@@ -11,8 +11,7 @@ side stream's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,16 +56,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    """Within it nothing is lent."""
-    lender, _here.lender = _here.lender, None
-    try:
-        yield
-    finally:
-        _here.lender = lender
 
 
 def empty(*args: Any, **kwargs: Any) -> torch.Tensor:

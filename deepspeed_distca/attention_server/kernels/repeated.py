@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, ModuleType
@@ -171,23 +170,26 @@ class Repeated:
                 self._tried[structure] = False
         return self._tried[structure]
 
+    @torch.no_grad()
     def _try_out(self, structure: tuple[Any, ...], example: Callable[[], Call]) -> bool:
-        device = example().results[0].device
-        # Of its own: the current one may be waiting for other ranks.
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        with borrowed.nothing(), torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-            program, other = self._record(example()), example()
-            if program is None or program.structure != structure:
-                return False
-            self._function(*other.args, **other.kwargs)
-            expected = [result.clone() for result in other.results]
-            for result in other.results:
-                result.fill_(torch.nan)
-            program.run(other.tensors, poisoned=True)
-            return all(
-                float((got.double() - wanted.double()).norm()) <= _NEAR * float(wanted.double().norm())
-                for got, wanted in zip(other.results, expected, strict=True)
-            )
+        """Waits for the device, on the current stream. All that is made is lent, if anything is: no other stream is to
+        hold memory. What the stream waits for is under way, since ranks dispatch a layer's rows before they serve."""
+        program, other = self._record(example()), example()
+        if program is None or program.structure != structure:
+            return False
+        self._function(*other.args, **other.kwargs)
+        expected = [borrowed.empty_like(result).copy_(result) for result in other.results]
+        for result in other.results:
+            result.fill_(torch.nan)
+        program.run(other.tensors, poisoned=True)
+        return all(
+            float(_wide(got).sub_(wanted).norm()) <= _NEAR * float(_wide(wanted).norm())
+            for got, wanted in zip(other.results, expected, strict=True)
+        )
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return borrowed.empty_like(x, dtype=torch.float32).copy_(x)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

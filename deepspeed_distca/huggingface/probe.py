@@ -16,12 +16,16 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from deepspeed_distca.data.from_layout import IGNORE_INDEX
-from deepspeed_distca.huggingface.tiny_forwards import Like, TinyForwards
+from deepspeed_distca.huggingface.tiny_forwards import Like, Seen, TinyForwards
 
 #: Relative differences below these are rounding: of one layer, since each goes on from the same values.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 _TF32 = 1e-3
-
+#: The same of losses over some dozens of targets, by the type in which they are computed from the same scores.
+#: (The largest of transformers' models: 3e-7 in fp32, and 0.016 in bf16.)
+_ADDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 0.03}
+#: Classes whose weights in the loss are looked at.
+_MOST_CLASSES = 160
 
 #: How documents may share a row: "packed", as they are; "told", where the model's forward is told of their borders;
 #: "alone": not at all, a row is one document and padding behind it.
@@ -51,7 +55,11 @@ class Probe:
 
     def __init__(self, forwards: TinyForwards, decoder: PreTrainedModel, longest: int | None) -> None:
         self._forwards = forwards
-        self._tokens, self._rounding = _ordinary_tokens(decoder), _rounding(decoder)
+        self._ordinary, self._ends = _ordinary_tokens(decoder)
+        # So many as are needed, and no larger ones than must be.
+        few = self._ordinary[self._ordinary < 1024]
+        self._tokens, self._rounding = few[:: max(1, len(few) // 64)], _rounding(decoder)
+        self._kind = next(decoder.parameters()).dtype
         self._random = np.random.RandomState(0)
         most = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
         most = min(x for x in (longest, most, 44) if x)
@@ -158,9 +166,60 @@ class Probe:
         targets: Targets = "same" if abs(self._change(0)) > 0.01 * abs(here) else "next"
         shift = self._forwards.takes("shift_labels") and abs(self._change(place, shift=True)) > 0.01 * abs(here)
         if self._forwards.takes("num_items_in_batch") and _near(2 * self._change(place, items=2.0), here):
-            return targets, shift, "num_items_in_batch"
+            return targets, shift, "num_items_in_batch" if self._adds_up(summed=True) else None
         mean = _near(2 * self._change(place, items=None), self._change(place, items=None, lonely=True))
-        return targets, shift, "mean" if mean else None
+        return targets, shift, "mean" if mean and self._adds_up(summed=False) else None
+
+    def _adds_up(self, summed: bool) -> bool:
+        """Whether what a target adds to the loss is the same whatever other targets there are. Not so where classes
+        have weights, and the mean is over these, or where it is one of the means of rows.
+
+        Args:
+            summed: the loss is a sum divided by num_items_in_batch; otherwise a mean.
+        """
+        size, batch = len(self._rows[0].ids), self._rows[0].batch
+        places = np.flatnonzero(np.arange(size) % (size // batch))
+        others, some = np.split(places, [len(places) // 3])  # not the same part of every row
+        scores = self._rows[0].of(self._rows[0].decoder)[0].float().cpu()
+        possible = scores.isfinite().all(0).numpy()  # some models set scores to minus infinity
+        many = self._many(len(possible))
+        many = many[possible[many]]
+        if not len(many):
+            return True
+        labels, there = np.full(size, IGNORE_INDEX), scores[others].mean(0)[torch.from_numpy(many)]
+        # A class whose loss is another than that of most.
+        labels[others] = many[int((there - there.mean()).abs().argmax())]
+        for begin in range(0, min(len(many), _MOST_CLASSES), len(some)):
+            labels[some] = np.resize(many[begin : begin + len(some)], len(some))
+            if not self._adds(labels, (some, others), summed):
+                return False
+        return True
+
+    def _adds(self, labels: np.ndarray, parts: tuple[np.ndarray, np.ndarray], summed: bool) -> bool:
+        """See :meth:`_adds_up`; of these labels, and two parts of their places."""
+        sums, scale, kind, kinds = [], 0.0, self._kind, set[torch.dtype]()
+        for given in (np.concatenate(parts), *parts):
+            only = np.full(len(labels), IGNORE_INDEX)
+            only[given] = labels[given]
+            found = [self._loss(self._rows[0], only, items) for items in ((1.0, 2.0) if summed else (None,))]
+            losses = [float(loss) for loss in found if loss is not None]
+            if len(losses) < len(found):
+                return False
+            # Scores may have been turned into losses in the model's type, and these into fp32.
+            kinds.update(t.dtype if (t.to(kind) != t).all() else kind for t in found if t is not None)
+            # Beside the sum over targets may be a loss of another kind, which no count divides.
+            sums.append(2 * (losses[0] - losses[1]) if summed else losses[0] * len(given))
+            scale = max(scale, abs(losses[0]) * (1 if summed else len(given)))
+        # By chance one may fit into the model's type.
+        rounding = _ADDING.get(kinds.pop(), _ADDING[torch.bfloat16]) if len(kinds) == 1 else _ADDING[torch.float32]
+        return abs(sums[0] - sums[1] - sums[2]) <= rounding * scale
+
+    def _many(self, number: int) -> np.ndarray:
+        """Of so many classes, those to be labels: first those that are likely to have weights, of texts their ends."""
+        if number <= self._tokens.max():
+            return np.arange(number)
+        ends, ordinary = self._ends[self._ends < number], self._ordinary[self._ordinary < number]
+        return np.concatenate([ends, self._random.permutation(ordinary)])
 
     def _change(
         self,
@@ -187,22 +246,38 @@ class Probe:
         losses = []
         for label in (one, other):
             labels[place] = label
-            given: dict[str, Any] = {}
+            shifted = None
             if shift:
-                given["shift_labels"] = self._forwards.tensor(np.append(labels[1:], IGNORE_INDEX), row.batch)
+                shifted = np.append(labels[1:], IGNORE_INDEX)
                 labels[place] = one
-            given["labels"] = self._forwards.tensor(labels, row.batch)
-            if items is not None and self._forwards.takes("num_items_in_batch"):
-                given["num_items_in_batch"] = torch.tensor(items, device=given["labels"].device)
-            output = self._forwards.again(row, **given)
-            parts = output if isinstance(output, tuple) else (None,)
-            loss = output.get("loss") if isinstance(output, Mapping) else parts[0]
-            if not torch.is_tensor(loss) or loss.numel() != 1:
+            loss = self._loss(row, labels, items, shifted)
+            if loss is None:
                 return 0.0
-            if not torch.isfinite(loss):
-                raise Fault(f"its loss is {float(loss)}")
             losses.append(float(loss))
         return losses[0] - losses[1]
+
+    def _loss(
+        self, row: Seen, labels: np.ndarray, items: float | None, shifted: np.ndarray | None = None
+    ) -> torch.Tensor | None:
+        """A row's loss, if there is one.
+
+        Args:
+            items: num_items_in_batch, where it can be given.
+            shifted: shift_labels.
+        """
+        given: dict[str, Any] = {"labels": self._forwards.tensor(labels, row.batch)}
+        if shifted is not None:
+            given["shift_labels"] = self._forwards.tensor(shifted, row.batch)
+        if items is not None and self._forwards.takes("num_items_in_batch"):
+            given["num_items_in_batch"] = torch.tensor(items, device=given["labels"].device)
+        output = self._forwards.again(row, **given)
+        parts = output if isinstance(output, tuple) else (None,)
+        loss = output.get("loss") if isinstance(output, Mapping) else parts[0]
+        if not torch.is_tensor(loss) or loss.numel() != 1:
+            return None
+        if not torch.isfinite(loss):
+            raise Fault(f"its loss is {float(loss)}")
+        return loss
 
     def _labels(self, place: int) -> tuple[int, int]:
         """Two labels whose losses differ as much as any."""
@@ -275,14 +350,17 @@ def _rounding(decoder: PreTrainedModel) -> float:
     return _ROUNDING.get(parameter.dtype, _ROUNDING[torch.bfloat16])
 
 
-def _ordinary_tokens(decoder: PreTrainedModel) -> np.ndarray:
-    """Token ids that stand for nothing special."""
+def _ordinary_tokens(decoder: PreTrainedModel) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids that stand for nothing special, and those at which texts end; int64."""
     config = decoder.config.get_text_config()
-    special: set[int] = set()
+    special, ends = set[int](), set[int]()
     for key, value in {**decoder.config.to_dict(), **config.to_dict()}.items():
         if key.endswith(("token_id", "token_index", "padding_idx")) and value is not None:
-            special.update(value if isinstance(value, list) else [value])
-    ids = np.array([i for i in range(min(config.vocab_size, 1024)) if i not in special])
-    if len(ids) < 2:
+            ids = value if isinstance(value, list) else [value]
+            special.update(ids)
+            if key == "eos_token_id":
+                ends.update(ids)
+    ordinary = np.setdiff1d(np.arange(config.vocab_size), list(special))
+    if (ordinary < 1024).sum() < 2:
         raise Fault(f"its vocabulary of {config.vocab_size} has no two ordinary tokens")
-    return ids[:: max(1, len(ids) // 64)]
+    return ordinary, np.array(sorted(i for i in ends if 0 <= i < config.vocab_size), dtype=np.int64)

@@ -188,6 +188,73 @@ KINDS: dict[str, tuple] = {
 }
 
 
+def with_loss(kind: str, weights: dict[int, float] | None = None) -> LlamaForCausalLM:
+    """A model with a loss function of its own, where classes may have weights."""
+    model = llama()
+    of_class = torch.ones(SIZES["vocab_size"])
+    for label, weight in (weights or {}).items():
+        of_class[label] = weight
+
+    def loss_function(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **rest):
+        targets = functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+        there = targets != -100
+        each = functional.cross_entropy(
+            logits.transpose(1, 2).float(), targets, weight=of_class.to(logits.device), reduction="none"
+        )
+        if kind == "mean over rows":
+            return (each.sum(1) / there.sum(1).clamp(min=1)).mean()
+        if kind == "focal":
+            each = (1 - (-each).exp()) ** 2 * each
+        mean = each.sum() / (of_class[targets.clamp(min=0)] * there if kind == "by weights" else there).sum()
+        if kind == "by weights, times targets" and num_items_in_batch is not None:
+            by_weight = each.sum() / (of_class[targets.clamp(min=0)] * there).sum()
+            return by_weight * there.sum() / num_items_in_batch
+        return each.sum() / num_items_in_batch if kind == "sum" and num_items_in_batch is not None else mean
+
+    model.loss_function = loss_function
+    return model
+
+
+EVERY_OTHER = dict.fromkeys(range(0, SIZES["vocab_size"], 2), 1.1)
+LOSSES: list[tuple[str, dict[int, float] | None, str | None]] = [
+    ("by targets", None, "mean"),
+    ("focal", None, "mean"),
+    ("sum", None, "num_items_in_batch"),
+    # Weights that no mean is divided by: it is a mean over targets still.
+    ("sum", {2: 10.0}, "num_items_in_batch"),
+    ("by targets", {2: 10.0}, "mean"),
+    ("by weights", {2: 10.0}, None),
+    ("by weights", EVERY_OTHER, None),
+    ("by weights, times targets", None, "num_items_in_batch"),
+    ("by weights, times targets", {2: 10.0}, None),
+    ("by weights, times targets", EVERY_OTHER, None),
+    ("mean over rows", None, None),
+]
+
+
+@pytest.mark.parametrize(("kind", "weights", "weighting"), LOSSES)
+def test_a_loss_function_of_ones_own_is_weighted_only_if_targets_add_up(kind, weights, weighting):
+    torch.manual_seed(0)
+    model = with_loss(kind, weights)
+    assert contract_of(model).weighting == weighting
+    assert contract_of(model.bfloat16()).weighting == weighting
+
+
+@pytest.mark.parametrize("classes", [2, 5, 40])
+def test_classes_of_tokens_with_weights(classes):
+    torch.manual_seed(0)
+    model = llama(LlamaForTokenClassification, num_labels=classes)
+    weights = torch.ones(classes)
+
+    def loss_function(logits, labels, config, **rest):
+        return functional.cross_entropy(logits.view(-1, classes), labels.view(-1), weight=weights)
+
+    model.loss_function = loss_function
+    assert contract_of(model).weighting == "mean"
+    weights[-1] = 1.5
+    assert contract_of(model).weighting is None
+
+
 def beside_axes(found: Contract) -> Contract:
     """What was found, but for whether positions may have several axes: of that test_row_rope.py has the cases."""
     return replace(found, takes_axes=True)

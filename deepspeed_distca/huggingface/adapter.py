@@ -128,7 +128,7 @@ class DecoderHooks:
         self._windows = dict(zip(modules, attention_windows(modules), strict=True))
         self._own_configuration()
         self._names = AttentionNames(modules)
-        self._contract, self._limits = contract, _limits(model)
+        self._contract, self._limits, self._loss = contract, _limits(model), _loss_of(model)
         self._rope = RowRope(model)
         self._signature = inspect.signature(model.forward)
         self._running: _Forward | None = None
@@ -354,6 +354,13 @@ class DecoderHooks:
                 "given: a row would be one document. Tell documents apart by cu_seqlens, position_ids, seq_idx, a "
                 "mask that numbers them or a layout"
             )
+        weighed = self._weight_loss and self._contract.weighting is not None and kwargs.get("labels") is not None
+        if weighed and _loss_of(self._model) != self._loss:
+            raise UnsupportedModelError(
+                f"the loss_function of {type(self._model).__name__} is another one than when deepspeed.initialize "
+                "was called, which found how it is weighted over ranks. Set it before that, or have all ranks call "
+                "engine.distca.detach() and deepspeed_distca.attach(engine), which look at it again"
+            )
         if kwargs.get("output_attentions"):
             raise UnsupportedModelError("output_attentions=True: core attention never forms its weights; leave it off")
         if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
@@ -371,6 +378,12 @@ def _is_packed(kwargs: Mapping[str, Any]) -> bool:
     """Whether evaluation is to go by a plan; anything else goes the model's own way."""
     cached = kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None
     return not cached and not kwargs.get("output_attentions") and names_documents(kwargs)
+
+
+def _loss_of(model: nn.Module) -> tuple[Any, Any]:
+    """By what transformers finds a model's loss: a function that was set, or a name. (To ask for the loss itself warns
+    where there is none.)"""
+    return getattr(model, "_loss_function", None), getattr(model, "loss_type", None)
 
 
 def _current_error() -> Exception:

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
+import deepspeed_distca
 from deepspeed_distca import Layout, PackedSequenceCollator
 from deepspeed_distca.attention_server.coordination.agreement import AgreementError
 from deepspeed_distca.data.from_layout import batch_from_layout
 from deepspeed_distca.huggingface.decoders import UnsupportedModelError
+from deepspeed_distca.huggingface.front_door import BatchError
 from deepspeed_distca.report import write_run
 from tests.distributed import model_families
 from tests.distributed.engine_worker import documents_of, ds_config, reference, tiny_llama
@@ -375,6 +377,40 @@ def later_mask(seed: int) -> dict:
     return messages
 
 
+def other_losses(seed: int) -> dict:
+    """What all ranks say where one divides its loss by something that is no number of targets, or has another loss
+    function than the probe saw; and whether the next micro-batch, and one after another attach, are right."""
+    layout, documents = _documents(seed)
+    batch = batch_from_layout(documents, layout, dist.get_rank())
+    model = tiny_llama()
+    engine = _engine(model)
+    expected, _ = reference(tiny_llama(), [documents])
+
+    def refused(**given) -> str:
+        try:
+            engine(**batch, **given)
+        except (AgreementError, BatchError, UnsupportedModelError) as error:
+            return str(error)
+        return "no error"
+
+    last = dist.get_rank() == dist.get_world_size() - 1
+    said = {}
+    for name, items in {"zero": 0, "text": "9", "two": torch.ones(2), "nan": torch.tensor(torch.nan)}.items():
+        said[name] = refused(num_items_in_batch=items if last else 9)
+    right = [abs(_step(engine, documents, layout)[0] - expected)]
+    plain = tiny_llama()
+    plain.load_state_dict(model.state_dict())
+    expected, _ = reference(plain, [documents])
+    own = model.loss_function
+    if last:
+        model.loss_function = lambda *args, **rest: own(*args, **rest)
+    said["another"] = refused()
+    engine.distca.detach()
+    deepspeed_distca.attach(engine)
+    right.append(abs(_step(engine, documents, layout)[0] - expected))
+    return {"said": said, "loss_errors": right}
+
+
 def monitored(seed: int, folder: str) -> dict:
     """Three optimizer steps of two micro-batches with DeepSpeed's CSV monitor."""
     csv = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
@@ -431,5 +467,6 @@ def run(seed: int, folder: str) -> dict:
         "evaluation": evaluation(seed),
         "one rank fails": one_rank_fails(seed),
         "later mask": later_mask(seed),
+        "other losses": other_losses(seed),
         "monitored": monitored(seed, folder),
     }

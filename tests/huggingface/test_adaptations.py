@@ -45,6 +45,15 @@ def test_a_mask_that_only_a_later_batch_has_is_refused(ranks):
         assert "Gemma3Attention masks by" in rank["later mask"]["image"]
 
 
+def test_a_loss_that_is_divided_or_made_otherwise_is_refused_on_every_rank(ranks):
+    for rank in ranks:
+        said = rank["other losses"]["said"]
+        for name, shown in {"zero": "0", "text": "'9'", "two": "a tensor of torch.float32", "nan": "nan"}.items():
+            assert f"num_items_in_batch was given {shown}" in said[name]
+        assert "the loss_function of LlamaForCausalLM is another one" in said["another"]
+        assert max(rank["other losses"]["loss_errors"]) <= BOUND
+
+
 def test_a_compiled_model_is_exact_and_does_not_compile_without_end(ranks):
     for rank in ranks:
         r = rank["compiled"]

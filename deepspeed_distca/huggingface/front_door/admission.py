@@ -33,6 +33,7 @@ from deepspeed_distca.huggingface.front_door.values import (
     Here,
     Limits,
     check_ids,
+    check_items,
     digest_of,
     shape_of,
     tokens_of,
@@ -145,6 +146,9 @@ def admit(
         check_targets(arguments, layout, rank, contract)
         here = chains(layout, here)
     arguments = with_targets(arguments, here, contract, limits, say)
+    items, summed = arguments.get("num_items_in_batch"), contract.weighting == "num_items_in_batch"
+    if items is not None and summed and arguments.get("labels") is not None and not nothing:
+        check_items(items)
     said, targets = given.get("num_targets"), 0
     if (count or said is not None) and contract.targets is not None and not contract.whole_rows:
         targets = count_targets(arguments, said, rows * tokens, contract)

@@ -142,6 +142,29 @@ def whole_number(name: str, value: Any, most: int) -> int:
         raise BatchError(str(error)) from None
 
 
+def check_items(value: Any) -> None:
+    """Of num_items_in_batch, by which a model's loss is divided. A number on a device is not read.
+
+    Raises:
+        BatchError: it is no number above 0.
+    """
+    shown, number = repr(value), value
+    if torch.is_tensor(value):
+        shown = f"a tensor of {value.dtype}, shape {list(value.shape)}"
+        if value.numel() == 1 and not value.dtype.is_complex and value.dtype != torch.bool:
+            if not on_host(value):
+                return
+            number = value.item()
+            shown = repr(number)
+    if not isinstance(number, (int, float, np.number)) or isinstance(number, bool):
+        number = 0
+    if not 0 < number < float("inf"):
+        raise BatchError(
+            f"num_items_in_batch was given {shown}; allowed: the number of targets by which the loss is divided, "
+            "above 0. Leave it out, and the plugin counts the targets of all ranks"
+        )
+
+
 def digest_of(ids: Any) -> int:
     """Of token ids on the host; 0 for any others."""
     if not torch.is_tensor(ids) or not on_host(ids) or ids.numel() < 2:

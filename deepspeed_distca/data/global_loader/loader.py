@@ -120,6 +120,8 @@ class GlobalPackedLoader:
         groups = [budgets[i : i + servers] for i in range(0, self.num_ranks, servers)]
         group, member = divmod(self.rank, servers)
         self._source = read_source(documents)
+        if not isinstance(self._source, StreamedDocuments) and not self._source.lengths.any():
+            raise ValueError(f"none of the {len(self._source)} documents has a token: an epoch would have no step")
         self._steps = Steps(
             self._source,
             packing=dict(capacities=[sum(g) for g in groups], fill=fill, overflow=overflow, lookahead=lookahead),
@@ -261,7 +263,9 @@ class GlobalPackedLoader:
             generator=torch.Generator().manual_seed(0),
             **self._workers,
         )
+        nothing = not self._handed_out
         for step in loader:
+            nothing = False
             for batch in divide_again(*step):
                 if self._loaded != loaded:
                     raise RuntimeError("a state was loaded while this loop ran; begin a new loop, which goes on there")
@@ -269,6 +273,11 @@ class GlobalPackedLoader:
                 if self._length == (epoch, self._handed_out):
                     self._end(epoch)  # a loop of so many batches never asks for one more
                 yield batch
+        if nothing and not self.counts.dropped_documents:
+            words = f"the stream gave no document that has a token in epoch {epoch}"
+            if not self._workers["num_workers"]:
+                raise ValueError(words)
+            logger.warning("%s, or none that is not left out", words)  # workers keep count themselves
         if self._loaded == loaded:
             self._end(epoch)
         counts = self.counts

@@ -470,3 +470,20 @@ def test_a_loaded_place_is_given_up_with_a_warning_only(caplog) -> None:
         "range(loader.epoch, epochs) to go on there"
     ]
     assert same(list(resumed), expected[2])
+
+
+def test_no_tokens_at_all_are_an_error(caplog):
+    def loader(documents, **options):
+        return GlobalPackedLoader(documents, 16, rank=0, num_ranks=2, **options)
+
+    for documents in ([], [[], []]):
+        with pytest.raises(ValueError, match=f"none of the {len(documents)} documents has a token"):
+            loader(documents)
+        with pytest.raises(ValueError, match="the stream gave no document"):
+            list(loader(lambda found=documents: iter(found)))
+        # What a worker leaves out it counts itself.
+        caplog.clear()
+        assert list(loader(lambda found=documents: iter(found), num_workers=1)) == []
+        assert "the stream gave no document" in caplog.text
+    dropped = loader([[1, 2]], drop_last=True)
+    assert list(dropped) == [] and dropped.counts.dropped_documents == 1

@@ -135,6 +135,7 @@ class DecoderHooks:
         self._entered = False  # whether the hook before a forward was called
         self._calls = self._calls_before = 0  # of that hook, until now and until the last backward
         self._checked = False
+        self._in_evaluation = False  # whether the last forward was in evaluation, and yet for gradients
         self._compared = 0  # micro-batches whose tokens were compared over the ranks
         self._said: set[str] = set()
         self._handles = [
@@ -179,6 +180,7 @@ class DecoderHooks:
         self._end()  # of a forward that failed where its hook was not called
         kwargs = {**self._bind(args), **kwargs}
         device = next(model.parameters()).device
+        self._in_evaluation = not model.training and torch.is_grad_enabled()
         if model.training and torch.is_grad_enabled():
             kwargs = self._training(kwargs, device)
         elif _is_packed(kwargs):
@@ -216,7 +218,13 @@ class DecoderHooks:
                 "without a plan, and the loss is not weighted over ranks; call the engine, and take what you need of "
                 "its output (output_hidden_states=True gives hidden states)"
             )
-        self._names.unplanned, self._calls_before = False, self._calls
+        if self._in_evaluation:
+            self._say(
+                f"a backward follows a forward of {name} in evaluation (`eval()`): each rank computes its own "
+                "attention there, and the loss is not weighted over ranks; to go without dropout stay in train mode, "
+                "and set it to zero"
+            )
+        self._names.unplanned, self._calls_before, self._in_evaluation = False, self._calls, False
 
     def _is_watched(self, kwargs: Mapping[str, Any]) -> bool:
         return not self._checked or any(kwargs.get(key) is not None for key in _MASK_ARGUMENTS)

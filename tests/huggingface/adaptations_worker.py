@@ -408,7 +408,14 @@ def other_losses(seed: int) -> dict:
     engine.distca.detach()
     deepspeed_distca.attach(engine)
     right.append(abs(_step(engine, documents, layout)[0] - expected))
-    return {"said": said, "loss_errors": right}
+    warnings = []
+    engine.distca._hooks._say = warnings.append
+    for training in (True, False):
+        engine.train(training)
+        own_batch = PackedSequenceCollator()([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}])
+        engine.backward(engine(**own_batch).loss)
+        engine.step()
+    return {"said": said, "loss_errors": right, "warnings": warnings}
 
 
 def monitored(seed: int, folder: str) -> dict:

@@ -52,6 +52,8 @@ def test_a_loss_that_is_divided_or_made_otherwise_is_refused_on_every_rank(ranks
             assert f"num_items_in_batch was given {shown}" in said[name]
         assert "the loss_function of LlamaForCausalLM is another one" in said["another"]
         assert max(rank["other losses"]["loss_errors"]) <= BOUND
+        [warning] = rank["other losses"]["warnings"]
+        assert "a backward follows a forward of LlamaForCausalLM in evaluation" in warning
 
 
 def test_a_compiled_model_is_exact_and_does_not_compile_without_end(ranks):

@@ -48,6 +48,11 @@ class PlanRequest:
         self._plan: StepPlan | None = None
         self._steps: Iterator[tuple[StepPlan, float]] = iter(())
 
+    @property
+    def answered(self) -> bool:
+        """Whether some layer has asked for the plan and got it."""
+        return self._plan is not None
+
     def result(self, wanted: bool | None = None) -> StepPlan:
         """The plan, with one further step of making it as long as there are any: called by one layer after another.
         Collective.

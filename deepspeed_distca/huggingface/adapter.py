@@ -325,6 +325,8 @@ class DecoderHooks:
                 raise
             self._checked = True
         if running.request is not None:
+            if not running.request.answered:
+                raise self._without_attention()
             running.request.finish()
         if running.kept is not None:
             self._planner.kept(running.kept)
@@ -334,6 +336,17 @@ class DecoderHooks:
             targets, divisor = running.weight
             return _weighted(output, targets / divisor)
         return None
+
+    def _without_attention(self) -> UnsupportedModelError:
+        """A forward in which no layer came to its attention: it is over, and what its loss was divided by is not known
+        before the ranks have agreed, which they do in the first of them."""
+        error = UnsupportedModelError(
+            f"{type(self._model).__name__} went through none of its {len(self._modules)} attention layers in this "
+            "forward, so that it was neither planned nor its loss divided by the targets of all ranks; leave at least "
+            "one layer in, the same number of layers on all ranks"
+        )
+        self._planner.failed(error)
+        return error
 
     def _end(self) -> _Forward | None:
         """Ends a forward's switches; gives the forward."""

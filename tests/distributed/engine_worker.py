@@ -431,6 +431,41 @@ def different_inputs(required: bool, overlap: str = "local_first") -> dict:
         return {"error": str(raised)}
 
 
+def left_out_layers(skips: list[list[int]], seconds: float = 60.0, layers: int = 3, **block) -> dict:
+    """Four micro-batches of which rank 0 has more; in the third each rank's model leaves layers out.
+
+    Args:
+        skips: by rank, which.
+    """
+    deepspeed.init_distributed("gloo")
+    model = tiny_llama(num_hidden_layers=layers)
+    advanced = {"min_gain": 0.0, "granularity": 1, "tolerance": 0.005}
+    config = ds_config(0, 1, {"timeout_seconds": seconds, "advanced": advanced, **block})
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    skipped: set[int] = set()
+    for index, layer in enumerate(model.model.layers):
+
+        def forward(hidden, *args, index: int = index, own: Callable = layer.forward, **kwargs):
+            return hidden if index in skipped else own(hidden, *args, **kwargs)
+
+        layer.forward = forward
+    rank = dist.get_rank()
+    losses, errors, took = [], [], 0.0
+    for number in range(4):
+        skipped.update(skips[rank] if number == 2 else ())
+        start = time.monotonic()
+        try:
+            loss = engine(**_batch(*([190] if rank == 0 else [9, 4]))).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        except (ValueError, RuntimeError) as raised:
+            errors.append(str(raised))
+            took = max(took, time.monotonic() - start)
+        skipped.clear()
+    return {"losses": losses, "errors": errors, "seconds": took, "moved": engine.distca.stats.bytes_moved}
+
+
 def on_and_off() -> dict:
     """What the block switches, and what is left after detach() and uninstall()."""
     original = deepspeed.initialize

@@ -217,6 +217,16 @@ def test_backwards_that_come_to_other_layers_are_an_error_on_all(overlap: str) -
         assert outcome["error"] == ""
 
 
+@pytest.mark.parametrize("skips", [[[0, 1, 2], [0, 1, 2]], [[], [0, 1, 2]]], ids=["all", "one"])
+def test_a_forward_without_any_attention_is_an_error_on_all_and_training_goes_on(skips: list[list[int]]) -> None:
+    # Its loss would be a sum over targets: what it is divided by is known with the plan.
+    for rank, outcome in enumerate(run_ranks("tests.distributed.engine_worker:left_out_layers", 2, skips=skips)):
+        (error,) = outcome["errors"]
+        assert "went through none of its 3 attention layers in this forward" in error
+        assert skips[rank] or "rank 1 failed in forward of micro-batch 3" in error
+        assert len(outcome["losses"]) == 3 and outcome["moved"]
+
+
 @pytest.mark.quick
 def test_block_decides_and_hooks_come_off() -> None:
     for outcome in run_ranks("tests.distributed.engine_worker:on_and_off", 2):

@@ -41,7 +41,7 @@ from deepspeed_distca.huggingface.early_gradients import EarlyGradients
 from deepspeed_distca.huggingface.kept_attention import KeptAttention
 from deepspeed_distca.huggingface.kept_layers import KeptLayers, memory_of
 from deepspeed_distca.layout import Layout
-from deepspeed_distca.model_sizes import heads_of
+from deepspeed_distca.model_sizes import UnsupportedModelError, heads_of
 from deepspeed_distca.monitor import StepMonitor
 from deepspeed_distca.overlap import Overlap
 from deepspeed_distca.plan_options import plan_options, weights_of_servers
@@ -148,6 +148,7 @@ class Runtime:
         decoder, modules, windows, heads = prepared.decoder, prepared.modules, prepared.windows, prepared.heads
         choice = said_cost_model(meeting.hellos[0].own, heads, prepared.choice)
         sharing = Sharing.of_replicas([hello.own["ranks"] for hello in meeting.hellos], config.servers)
+        self._servers = sharing.own
         self.place, self._shards = (sharing.server, sharing.servers), sharing.shards
         machines = {rank: meeting.hellos[rank].own["machine"] for rank in sharing.own}
         replica = prepared.own["ranks"].index(dist.get_rank())
@@ -318,7 +319,21 @@ class Runtime:
 
     def _forward_over(self, model: torch.nn.Module, args: Any, output: Any) -> None:
         if model is self._decoder:  # not a copy, which brought this hook along
+            self._compare_layers()
             self._watch.forward_over()
+
+    def _compare_layers(self) -> None:
+        """Where this rank's forward left attention layers out, or went through some again: what is exchanged in each
+        would meet that of another layer, or of backward, if the other servers did not do the same."""
+        others = self._watch.other_layers(self._servers) if self.server.moving else None
+        if others is not None:
+            error = UnsupportedModelError(
+                f"this rank's forward went through {self._watch.layers}, but "
+                f"{others}. Ranks compute each other's attention layer by layer: all must leave out as many (draw "
+                f"them from the same seed on all ranks), or `{BLOCK}.enabled` be false"
+            )
+            self._watch.failed(error)
+            raise error
 
     # What these methods of the engine raise must reach the other ranks.
 

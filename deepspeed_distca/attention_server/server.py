@@ -98,6 +98,7 @@ class AttentionServer:
         self._kernels: dict[tuple, Kernel] = {}
         self._steps: deque[PlannedStep] = deque(maxlen=KEPT)
         self._last: tuple[Layout, PlannedPhase] | None = None
+        self._moving = False
 
     @property
     def stats(self) -> StepStatistics:
@@ -125,6 +126,11 @@ class AttentionServer:
     def last_plan(self) -> tuple[Layout, PlannedPhase] | None:
         """The layout of the last micro-batch that was planned, and its forward by the layers of the first kind."""
         return self._last
+
+    @property
+    def moving(self) -> bool:
+        """Whether servers exchange rows for the last micro-batch."""
+        return self._moving
 
     @property
     def cost(self) -> CostModel:
@@ -199,10 +205,11 @@ class AttentionServer:
             plan.layers[p.window].backward = Parts.whole(p.part)
         planned += backward
         self._divide_exchange(plan, planned)
+        self._moving = any(p.sent.any() for p in planned)
         agreed = self._same(backward, what)
         if two:
             agreed()
-            if self._several_groups or any(p.sent.any() for p in planned):
+            if self._several_groups or self._moving:
                 given = replace(plan, halves=self._halves(layout, plan)), given[1]
         yield given
         agreed()

@@ -463,6 +463,10 @@ def left_out_layers(skips: list[list[int]], seconds: float = 60.0, layers: int =
             errors.append(str(raised))
             took = max(took, time.monotonic() - start)
         skipped.clear()
+    if rank == 0:  # which holds the store
+        _hear("left out layers")
+    else:
+        _say("left out layers")
     return {"losses": losses, "errors": errors, "seconds": took, "moved": engine.distca.stats.bytes_moved}
 
 

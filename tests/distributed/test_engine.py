@@ -227,6 +227,19 @@ def test_a_forward_without_any_attention_is_an_error_on_all_and_training_goes_on
         assert len(outcome["losses"]) == 3 and outcome["moved"]
 
 
+@pytest.mark.parametrize("block", [{}, {"overlap": "ping_pong"}], ids=["whole", "in two"])
+def test_ranks_that_leave_out_different_numbers_of_layers_are_an_error_on_all(block: dict) -> None:
+    # What rank 0 exchanges in its last layer would meet what rank 1 exchanges in backward.
+    function = "tests.distributed.engine_worker:left_out_layers"
+    for skips in ([[], [2]], [[1], [0, 1]]):
+        for outcome in run_ranks(function, 2, skips=skips, **block):
+            assert outcome["seconds"] < 10 * slowness(), outcome  # not after `timeout_seconds`
+            assert len(outcome["losses"]) == 2
+            assert "went through" in outcome["errors"][0] and "attention layers of 3, but rank" in outcome["errors"][0]
+    for outcome in run_ranks(function, 2, skips=[[0], [0]], **block):
+        assert len(outcome["losses"]) == 4 and outcome["moved"]
+
+
 @pytest.mark.quick
 def test_block_decides_and_hooks_come_off() -> None:
     for outcome in run_ranks("tests.distributed.engine_worker:on_and_off", 2):

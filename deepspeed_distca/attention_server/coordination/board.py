@@ -13,7 +13,8 @@ class Board:
     """Of one watch. Whatever a method does is a request to the store, and raises RuntimeError where it is gone.
 
     Keys: ``sign/<rank>``, written by that rank; ``alarm``, by whoever is first; ``heard``, how many ranks know of it;
-    ``note``, by the last rank that left a micro-batch before its plan was made.
+    ``note``, by the last rank that left a micro-batch before its plan was made; ``layers/<rank>``, by that rank where
+    its forward went through another number of attention layers than the model has.
 
     Args:
         name: of the watch, the same on all ranks.
@@ -49,6 +50,15 @@ class Board:
             return None
         number, why = text.split(" ", 1)
         return int(number), why
+
+    def say_layers(self, number: int, layers: int) -> None:
+        """This rank's forward of a micro-batch went through so many attention layers."""
+        self._store.set(f"layers/{self._rank}", f"{number} {layers}")
+
+    def layers_of(self, rank: int, number: int) -> int | None:
+        """The same of another rank; None: it has said nothing of that micro-batch."""
+        said, layers = (self._read(f"layers/{rank}") or "-1 0").split()
+        return int(layers) if int(said) == number else None
 
     def raise_alarm(self, text: str) -> str:
         """The alarm, which is an earlier one if there is one."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from deepspeed_distca.attention_server.coordination.alarm import STUCK, Alarm
 from deepspeed_distca.attention_server.coordination.board import Board
@@ -93,6 +93,33 @@ class Lookout:
             self._hurry.set()
             time.sleep(0.02)
         return note[1]
+
+    def other_layers(self, ranks: Sequence[int]) -> str | None:
+        """See :meth:`~.watch.Watch.other_layers`."""
+        number, layers = self._position.number, self._position.layer
+        self._ask(lambda: self._board.say_layers(number, layers))
+        unknown, end = list(ranks), time.monotonic() + self._seconds
+        while unknown and self._alarm.text is None:
+            found: list[str | None] = []
+
+            def look(rank: int = unknown[0], found: list[str | None] = found) -> None:
+                sign = self._board.sign_of(rank)  # first: what it has to say, it says before it goes on
+                theirs = self._board.layers_of(rank, number)
+                if theirs is not None:
+                    found.append(f"rank {rank} through {theirs}" if theirs != layers else None)
+                elif sign.is_beyond(number, layers):
+                    found.append(f"rank {rank} is {sign.place}")
+                elif time.monotonic() > end:
+                    found.append(f"rank {rank} has not come to the end of its forward, but is {sign.place}")
+
+            self._ask(look).wait(2.0)
+            if not found:
+                time.sleep(0.02)
+            elif found[0] is None:
+                unknown.pop(0)
+            else:
+                return found[0]
+        return None
 
     def _ask(self, errand: Callable[[], None]) -> threading.Event:
         """Has this thread do something at once. Returns what is set when that is done, or will never be."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_distca.attention_server.coordination.position import OUTSIDE, Position
+from deepspeed_distca.attention_server.coordination.position import FORWARD, OUTSIDE, Position
 
 #: Seconds between two signs of life, and two looks at those of others.
 EVERY = 0.5
@@ -24,6 +24,7 @@ class Sign:
         number, unfinished, place: see :class:`Position`.
         left: whether it was the last one.
         waits: whether its training's thread is in a collective.
+        layer: see :class:`Position`.
     """
 
     count: int = 0
@@ -32,24 +33,30 @@ class Sign:
     unfinished: bool = False
     waits: bool = False
     place: str = OUTSIDE
+    layer: int = 0
 
     def following(self, position: Position, *, left: bool) -> Sign:
         """The same rank's next one."""
         waits, place = position.in_collective(), position.where()
-        return Sign(self.count + 1, position.number, left, position.unfinished, waits, place)
+        return Sign(self.count + 1, position.number, left, position.unfinished, waits, place, position.layer)
 
     def to_text(self) -> str:
-        return f"{self.count} {self.number} {self.left:d} {self.unfinished:d} {self.waits:d} {self.place}"
+        return f"{self.count} {self.number} {self.left:d} {self.unfinished:d} {self.waits:d} {self.layer} {self.place}"
 
     @staticmethod
     def from_text(text: str) -> Sign:
-        count, number, left, unfinished, waits, place = text.split(" ", 5)
-        return Sign(int(count), int(number), left == "1", unfinished == "1", waits == "1", place)
+        count, number, left, unfinished, waits, layer, place = text.split(" ", 6)
+        return Sign(int(count), int(number), left == "1", unfinished == "1", waits == "1", place, int(layer))
 
     @property
     def phase(self) -> str:
         """The place without its layer."""
         return self.place.split(",")[0]
+
+    def is_beyond(self, number: int, layers: int) -> bool:
+        """Whether this rank is past so many attention layers of a micro-batch's forward, or past that forward."""
+        forward = self.phase == f"in {FORWARD} of micro-batch {number}"
+        return self.number > number or (self.number == number and (self.layer > layers or not forward))
 
     def waits_for(self, gone: Sign) -> bool:
         """Whether this rank is at a micro-batch that one that has left did not finish."""

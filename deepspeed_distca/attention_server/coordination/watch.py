@@ -16,7 +16,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -105,6 +105,30 @@ class Watch:
         """The next attention layer begins."""
         if self._position.phase == FORWARD:
             self._position.layer += 1
+
+    @property
+    def layers(self) -> str:
+        """How many attention layers this rank's forward has gone through, in words."""
+        return f"{self._position.layer} attention layers of {self._position.layers}"
+
+    def other_layers(self, ranks: Sequence[int]) -> str | None:
+        """At the end of a planned forward that went through another number of attention layers than there are: which
+        of the ranks went through yet another one, in words; None: none did, or this forward went through all. Ranks
+        that go through all say nothing: they are seen to be elsewhere.
+
+        Args:
+            ranks: with which rows are exchanged in every layer.
+
+        Raises:
+            RankFailedError: there has been an alarm.
+        """
+        here = self._position
+        if self._lookout is None or here.phase != FORWARD or here.layer == here.layers:
+            return None
+        found = self._lookout.other_layers([rank for rank in ranks if rank != here.rank])
+        if found is None:
+            self.check()
+        return found
 
     def forward_over(self) -> None:
         """The micro-batch's forward is through."""

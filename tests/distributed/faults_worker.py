@@ -127,7 +127,7 @@ def script(fault: Fault, case: dict) -> None:
             fault("between")
             engine.backward(loss)
             engine.step()
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             print("RAISED", type(error).__name__, error, flush=True)
             if case["left_first"] and number == 1:
                 continue
@@ -149,7 +149,7 @@ def pipeline_script(fault: Fault, case: dict) -> None:
     for fault.micro_batch in range(1, AT + 1):
         try:
             engine.train_batch(batches)
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             if fault.mine and case["lives_on"]:
                 time.sleep(1000)
             raise

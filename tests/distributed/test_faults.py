@@ -181,6 +181,23 @@ CASES = [
     ),
     Case("end", "data", ("ends a micro-batch early", "reading data"), r"rank 1 has left .* after 1 micro-batches"),
     Case("interrupt", "layer", ("is interrupted (SIGINT)", "forward"), "rank 1 ended in forward.*KeyboardInterrupt"),
+    Case(
+        "interrupt",
+        "backward",
+        ("is interrupted, and its script goes on", "backward"),
+        "rank 1 failed in backward of micro-batch 2, layer 1 of 2: KeyboardInterrupt",
+        lives_on=True,
+        zero=0,
+    ),
+    Case(
+        "interrupt",
+        "layer",
+        ("is interrupted, and its script goes on", "a stage of a pipeline"),
+        "rank 1 failed in the pipeline's schedule of micro-batch 2: KeyboardInterrupt",
+        lives_on=True,
+        zero=0,
+        pipeline=True,
+    ),
     Case("kill", "layer", ("is killed", "forward"), "rank 1 gives no sign of life", zero=3, world=3),
     Case(
         "kill",

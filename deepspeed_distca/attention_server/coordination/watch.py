@@ -148,7 +148,7 @@ class Watch:
             after_backward(self.given_up)
         try:
             yield
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             self.failed(error)
             raise
         self._position.layer -= last
@@ -163,7 +163,7 @@ class Watch:
         self._position.phase = name
         try:
             yield
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             if is_connection_error(error):
                 raise self.explain(error) from error
             self.failed(error)

@@ -33,8 +33,8 @@ def mean(servers: int, key: str, placement: str = "in order") -> float:
 def check(row: dict[str, float]) -> None:
     for prefix in ("flat_", "levels_"):
         assert max(row[f"{prefix}balance_forward"], row[f"{prefix}balance_backward"]) <= 1.02
-    for phase in ("forward", "backward"):  # a granule of a long document may be more than the tolerance
-        assert row[f"balance_{phase}"] <= 1.02 + row[f"granule_{phase}"]
+    if row.get("placement", "in order") == "in order":  # a granule of a long document may be more than the tolerance
+        assert all(row[f"balance_{phase}"] <= 1.02 + row[f"granule_{phase}"] for phase in ("forward", "backward"))
     assert row["ideal_s"] <= row["local_first_s"] <= row["plain_s"]
     # The plan that knows no nodes must end sooner by a part of the layer.
     assert LINEAR_SECONDS + row["local_first_s"] <= 1.02 * (LINEAR_SECONDS + row["flat_s"])

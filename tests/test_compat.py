@@ -207,6 +207,14 @@ def has_recurrent_state() -> None:
     assert [compat_transformers.has_recurrent_state(model) for model in (llama, mamba)] == [False, True]
 
 
+def own_loss_function() -> None:
+    sizes = {"hidden_size": 8, "vocab_size": 4, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, intermediate_size=8))
+    assert compat_transformers.own_loss_function(model) is None
+    model.loss_function = nn.functional.cross_entropy
+    assert compat_transformers.own_loss_function(model) is nn.functional.cross_entropy
+
+
 def row_numbers() -> None:
     data = datasets.Dataset.from_dict({"input_ids": [[1], [2], [3]]})
     assert compat_datasets.row_numbers(data) is None
@@ -254,6 +262,7 @@ TRIED: dict[str, Callable[[], None]] = {
         attention_name,
         can_choose_attention,
         has_recurrent_state,
+        own_loss_function,
         row_numbers,
         is_split_by_node,
     )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_distca.compat import private
 
@@ -38,3 +38,10 @@ def has_recurrent_state(model: PreTrainedModel) -> bool:
     """Whether a model carries a state from token to token beside attention's keys and values. generate() asks the
     same."""
     return getattr(model, "_is_stateful", False)
+
+
+@private("transformers.modeling_utils: self._loss_function")
+def own_loss_function(model: PreTrainedModel) -> Any:
+    """The ``loss_function`` that was set on a model, None where it has its class's. The property itself warns where
+    the class has none."""
+    return getattr(model, "_loss_function", None)

@@ -27,6 +27,7 @@ from deepspeed_distca.attention_server.coordination.agreement import MicroBatch
 from deepspeed_distca.attention_server.plan_request import PlanRequest
 from deepspeed_distca.attention_server.step_plan import StepPlan
 from deepspeed_distca.compat.torch import recomputation_is_over
+from deepspeed_distca.compat.transformers import own_loss_function
 from deepspeed_distca.huggingface.attention_function import FIRST, KEPT, NAME, PLAN, WITNESS
 from deepspeed_distca.huggingface.attention_names import AttentionNames
 from deepspeed_distca.huggingface.contract import Contract
@@ -401,10 +402,9 @@ def _is_packed(kwargs: Mapping[str, Any]) -> bool:
     return not cached and not kwargs.get("output_attentions") and names_documents(kwargs)
 
 
-def _loss_of(model: nn.Module) -> tuple[Any, Any]:
-    """By what transformers finds a model's loss: a function that was set, or a name. (To ask for the loss itself warns
-    where there is none.)"""
-    return getattr(model, "_loss_function", None), getattr(model, "loss_type", None)
+def _loss_of(model: Any) -> tuple[Any, Any]:
+    """By what transformers finds a model's loss: a function that was set, or a name."""
+    return own_loss_function(model), getattr(model, "loss_type", None)
 
 
 def _current_error() -> Exception:
